@@ -33,7 +33,7 @@ A block of the forward, whose rings are of shared memory:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 24 pixels, halo, 8 channels) --+
   weights -> packed -> ring of 6 x 7 fragments ----------------------------------------------------+-> wgmma -> result
 
-Measured by `upconv bench --suite kernelbench --exported models`.
+Measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations
@@ -278,11 +278,9 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
-
   asm volatile(
       "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-
   return done;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -317,6 +315,7 @@ __device__ __forceinline__ void store_bulk(void* to, u32 from) {
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Until all groups have left shared memory, or are in global memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 // What the thread stored in shared memory, or anywhere, is seen by wgmma and bulk copies behind it.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
@@ -332,6 +331,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
 __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   u32 v = 0;
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
   return v;
 }
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
@@ -365,12 +369,21 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
+}
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
+template <class T> __device__ __forceinline__ void opaque(T*& v) {
+  asm volatile("" : "+l"(v));
+  __builtin_assume(__isGlobal(v));
+}
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
 // `blockIdx.x`, read again rather than kept.
@@ -418,16 +431,66 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
+}
+
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf;
+struct Float32 {
+  using Type = float;
+  using Bits = u32;
+  static constexpr int SIZE = 4;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
+};
+template <> struct NumberOf<TF32> : Float32 {};
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
+
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
+
 // The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
 // warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-
-// Tiles that are dealt out evenly. Where they are few, CLUSTER blocks, which are neighbours and have no other tile, have one together: each a
-// share of its chunks.
-template <class Sizes, int CLUSTER = 1>
-struct DealtOut {
-  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
-  __device__ __forceinline__ void end() {}
-};
 
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
@@ -487,26 +550,6 @@ struct Told {
   }
 };
 
-// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
-
-enum Precision { TF32, IEEE, FP16, BF16, FP64 };
-
-template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  using Type = u16;
-  using Bits = u16;                                     // as an integer
-  static constexpr int SIZE = 2;
-};
-struct Float32 {
-  using Type = float;
-  using Bits = u32;
-  static constexpr int SIZE = 4;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-  static __device__ __forceinline__ float value(float v) { return v; }
-};
-template <> struct NumberOf<TF32> : Float32 {};
-template <> struct NumberOf<IEEE> : Float32 {};
-
 // Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
 // variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
 template <class T, int N>
@@ -524,18 +567,11 @@ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
 
 // A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
-// How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
-// borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
-// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
-// its width. (Bulk copies of single rows cost too many clocks each.)
-enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
-
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
 template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
 
 // Tensor maps of the input.
 template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-template <class C> constexpr int MAPS_OF<C, BY_CLASSES> = C::row_classes * C::channel_classes;
 
 template <class C_>
 struct PixelTile {
@@ -544,29 +580,27 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int PARTS = C::precision == IEEE ? 2 : 1;  // of an operand
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int PARTS = 1;  // of an operand
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
 static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
+static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 // Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
 // some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
-static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
-static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;
+static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
+static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane * C::in_step_w + within / C::plane;
+  return within % C::plane + within / C::plane;
 }
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  int swizzle = (p >> 2) & 1;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -574,17 +608,9 @@ static __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 static constexpr int CONSUMERS = 2;
 static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// C::wgmma: two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights. Else no warpgroup can give its registers away.
-static constexpr int PRODUCER_THREADS = C::wgmma ? 192 : 128;
-static constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+static constexpr int PRODUCER_WARPS = 192 / 32;
 static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
-static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-static constexpr bool BOX = C::fetch != BY_THREADS;
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
-// IEEE needs both parts.
-static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
+static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
 
 // --- what kernels are told --------------------------------------------------------------------------------------------
 
@@ -608,19 +634,19 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h * C::in_step_h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
 static __device__ __forceinline__ int pack_segment(int i) {
   return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
 }
+
 };
 
 // Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
 template <class C>
 __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
-  using T = PixelTile<C>;
   u32 hi[4];
 #pragma unroll
   for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
@@ -641,13 +667,11 @@ struct Walk {
   __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
-    chunk = K::first_chunk();
-    if constexpr (K::SHARES > 1) {}
-    else settle(s);
+    chunk = 0;
+    settle(s);
   }
   __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) {}
-    else return index < s.tiles;
+    return index < s.tiles;
   }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
@@ -671,16 +695,9 @@ template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);   
 // one stretch. Else C::taps_unrolled taps of a block are a stretch.
 enum Steps { STRAIGHT, LOOPED };
 
-// How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
-enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
-
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
-struct Orders {
-  using Order = DealtOut<Sizes, C::cluster>;
-  using AloneOrder = Order;
-  using LoaderOrder = Order;
-};
+struct Orders;
 template <class C, class Sizes>
 struct Orders<C, Sizes, true> {
   using Order = Told<Sizes, false>;
@@ -696,15 +713,11 @@ using Sizes = typename T::Sizes;
 
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
 static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
-static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
-static constexpr int SUBTILES = C::tile_n * C::tile_d * H_SUBTILES * W_SUBTILES;  // of 64 pixels
+static constexpr int SUBTILES = C::tile_d * W_SUBTILES;  // of 64 pixels
 static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int WGS_M = C::split == 1 ? 2 : 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
+static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -713,43 +726,40 @@ struct Tile {
 
 static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
-  int m = index % C::m_groups, q = index / C::m_groups;
+  int q = index;
   // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  if (!C::resident && C::variants > 1) m = (m + q) % C::m_groups;
-  t.variant = m % C::variants;
-  t.cout_block = m / C::variants % C::cout_blocks;
-  t.group = m / (C::variants * C::cout_blocks);
+  t.variant = 0;
+  t.cout_block = 0;
+  t.group = 0;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
   t.d = q % s.tiles_d * C::tile_d;
-  t.n = q / s.tiles_d * C::tile_n;
+  t.n = q / s.tiles_d;
   return t;
 }
 
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = MB - 1) { return ENTRY<C>[variant * (MB + 1) + block + 1]; }
+static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
+static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * STEPS_PER_TAP;
+  return (end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
-// A block's chunks of a tile: all, or a share.
-static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
-static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) {}
-  else return chunks_of(variant);
+  return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
 constexpr int PACK_THREADS = 256;
 
+// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+template <int P>
+__device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
 __device__ __forceinline__ u32 operand(float v) {
   return to_tf32(v);
@@ -757,6 +767,9 @@ __device__ __forceinline__ u32 operand(float v) {
 
 // 16 bytes of neighbouring operands.
 __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
+  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
 
 // An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
 // leaves of it.
@@ -809,30 +822,18 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
-// Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
-// forward).
-enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
-
-template <class C>
-constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
-
 // Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group * C::cout_blocks + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
-  return packed + before * (G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT);
+  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  return packed + before * G::FRAGMENT;
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
 
-// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
-// loads fragment i of those that begin there.
-template <class C, int = WEIGHTS_OF<C>>
-struct WeightsOf;
-
 template <class C>
-struct WeightsOf<C, PACKED> {
+struct WeightsOf {
 using G = GatherWork<C>;
 using Memory = const char*;
 struct Source { const char *packed, *at; };
@@ -844,8 +845,8 @@ static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u3
   copy_bulk(to, from.at, bytes, barrier);
   from.at += bytes;
 }
-static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
+static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
 };
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
@@ -856,7 +857,7 @@ template <class C>
 __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
+  constexpr int STEP_BYTES = G::FRAGMENT;
   wait_for_results();                                   // of `pack`
   typename G::AloneOrder order(s);
   CursorOf<C::stages_w> cursor = {0, 1};
@@ -865,21 +866,18 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
+      int left = G::steps_of(0, 0);
 #pragma unroll 1
-      for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-        int left = G::steps_of(t.variant, b);
+      while (left > 0) {
+        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
+        left -= stretch;
 #pragma unroll 1
-        while (left > 0) {
-          int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-          left -= stretch;
-#pragma unroll 1
-          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-          }
+        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
+          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+          barrier_wait(empty + cursor.stage * 8, cursor.parity);
+          W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
       }
     }
@@ -888,21 +886,8 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
-// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
-template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
-struct Fragments {                                      // before sm_90: straight from memory
-using G = GatherWork<C>;
-int part;                                               // this thread's of a fragment
-const char *first, *from;                               // of the tile, and the next
-
-__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int) {}
-};
-
 template <class C>
-struct Fragments<C, true, false> {                      // from the ring
+struct Fragments {                      // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
 u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
@@ -917,7 +902,7 @@ __device__ __forceinline__ void begin_chunk(int) {}
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
     barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
+    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
     done = empty + cursor.stage * 8;
     cursor.next();
   }
@@ -926,12 +911,10 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
   int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
+  {
+    int left = G::steps_of(variant, 0), longest = C::taps_unrolled, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (left % longest);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -947,12 +930,42 @@ __device__ __forceinline__ u32 in_hand() const { return done; }
 
 template <class C>
 struct Shuffle {
-static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
+static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
+static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
+
+struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
+
+static __device__ __forceinline__ Line line_at(int line) {
+  return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
+}
+
+struct Row {                                             // of M
+  bool exists;
+  int line, place;                                       // line of its slab, and which of the INNER
+  int channel, d, h, w;                                  // and phases
+};
+
+static __device__ __forceinline__ Row row_at(int row) {
+  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
+  Line line = line_at(number);
+  int place = within % C::inner, channel = line.channel;
+  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, place};
+}
+
+// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
+// has that tap, and whether it exists.
+static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
+  Row of = row_at(row);
+  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
+  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
+  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
+  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
+  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
+}
 };
 
 // Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
 template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
-template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
@@ -965,11 +978,11 @@ struct GatherPack : PacksUnits<GatherPack<C_>> {
 using C = C_;
 using G = GatherWork<C>;
 using Number = typename G::Number;
-static constexpr int VEC = G::VEC, K = 32 / G::ELEMENT;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = C::store == STORE_PHASES;
+static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
+static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = C::m_groups / C::variants * G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * 128;
+static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -983,14 +996,16 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
   const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
   if (write.tap_step != 1) entry = next(G::ENTRIES);
-  const int part = next(G::PARTS), k_step = next(G::K_STEPS), warp = next(4), wg = next(G::WGS_M), chunk = next(G::CHUNKS), block = rest;
-  const int cout = (block % C::cout_blocks * G::WGS_M + wg) * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q * (VEC / 4);
-  const int group = block / C::cout_blocks, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) * G::PARTS + part) * G::WGS_M + wg;
+  const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
+  const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
+  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
-    const int word = e / (VEC / 4), m = cout + word % 2 * 8, k = cin + word / 2 * VEC + e % (VEC / 4);
+    const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    if constexpr (SHUFFLED) {} else {
+    if constexpr (SHUFFLED) {
+      Shuffle<C>::find_weight(found, m, k);
+    } else {
       found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
       found.second = C::grad_input ? k : m;
     }
@@ -1012,20 +1027,10 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
-static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
-static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
-// Of the pixels whose bits are `found` those that are read, of a tile whose first column is `w`. Boxes bring zeros for the others.
-static __device__ __forceinline__ u32 existing(u32, int) { return 0xffffffffu; }
-// Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
-// channel c is. All have one phase where they are `aligned`.
-static __device__ __forceinline__ u32 plane_of(const typename PixelTile<C>::Sizes&) { return 0; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
 };
-
-template <class C, int = C::fetch>
-struct Slot;
 
 // --- rows by boxes ----------------------------------------------------------------------------------------------------
 
@@ -1033,43 +1038,31 @@ struct Slot;
 // rows are longer than one.
 template <class C>
 struct BoxedRows {
-static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
+static constexpr int UNITS = (C::columns + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
 static constexpr int CHANNEL = C::rows_d * C::rows_h * C::box_units * 16;
 using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
 };
 
 template <class C>
-struct Slot<C, BY_BOXES> : BoxedRows<C>::Of {
+struct Slot : BoxedRows<C>::Of {
 using T = PixelTile<C>;
 using Of = typename BoxedRows<C>::Of;
 static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
+  return {at.w + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * T::ELEMENT;
+  int at_column = column, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
+  // a column that only fills a plane up
+  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
 };
 
 // The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
 
-// Channels-last pixels, as slots have NCHW's: those whose taps step over columns or rows come as a box for each plane, with the copy engine's
-// element strides.
-template <class C>
-struct PlaneBoxes {
-using T = PixelTile<C>;
-static constexpr int BOXES = C::planes, BYTES = T::STAGE_BYTES;
-static constexpr int COPIED_BYTES = T::SEGMENTS * C::plane * T::ROW_BYTES, BOX_BYTES = T::PLANE_PITCH * T::ROW_BYTES;
-
-static __device__ __forceinline__ constexpr int map(int) { return 0; }
-};
-
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
-template <class C> struct BoxesOf<C, true> : PlaneBoxes<C> {};
 
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
 template <class K, class Maps>
@@ -1077,7 +1070,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
+  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
@@ -1088,7 +1081,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
     for (int r = 0; r < Boxes::BOXES; r++) {
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
+      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
     }
   }
   walk.order.end();
@@ -1100,7 +1093,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
 template <class C>
 struct OwnPixels {
 using T = PixelTile<C>;
-static constexpr int COUNT = (T::PIXELS + T::PRODUCER_THREADS - 1) / T::PRODUCER_THREADS;
+static constexpr int COUNT = (T::PIXELS + 192 - 1) / 192;
 
 u32 from[COUNT], ok;                                    // of the places in a slot the low 24 bits; above: the phase
 u32 plane;                                              // channel c of a row begins at (phase + c * plane) % VEC of a unit
@@ -1113,13 +1106,13 @@ static __device__ __forceinline__ int pixel_row(int i) {
 }
 
 __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
-  plane = Slot<C>::plane_of(s);
+  plane = 0;
   ok = 0;
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
-    int p = pixel_row(thread + k * T::PRODUCER_THREADS), segment = p / T::PITCH, within = p % T::PITCH;
+    int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
-    if (thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    if (thread + k * 192 >= T::PIXELS) break;
     const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
@@ -1133,19 +1126,19 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
   using T = PixelTile<C>;
 #pragma unroll
   for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * T::PRODUCER_THREADS);
-    if (T::PIXELS % T::PRODUCER_THREADS && thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+    if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
     bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok && (C::cin_g % C::ck == 0 || c < left);
+        bool have = ok;
         u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
@@ -1167,28 +1160,24 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
 template <class C>
 __device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
   int channel = chunk * C::ck;
-  u32 exist = Slot<C>::existing(own.ok, w);
+  u32 exist = 4294967295;
   if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
   else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
 }
 
-template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
-struct Producer;
-
 // NCHW, boxes: slots land, threads turn them.
 template <class K>
-struct Producer<K, false, true> {
+struct Producer {
   using C = typename K::C;
   static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
     int lane = thread & 31;
     Walk<K> now(s);
     CursorOf<C::stages_p> tile = {0, 1};
     OwnPixels<C> own;
-    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), segments, thread);
+    own.locate(x, s, typename K::Source(), segments, thread);
     CursorOf<C::stages_s> slot = {0, 0};
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
       turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
@@ -1197,45 +1186,6 @@ struct Producer<K, false, true> {
     }
   }
 };
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-WGMMA_WIDTH(152, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68), FOUR_SUMS(72))
-WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -1247,16 +1197,16 @@ static constexpr int NB = G::NB;
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
-  return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
+  constexpr int W = G::W_SUBTILES;
+  return {subtile / (W * C::tile_d), subtile / W % C::tile_d,
+          0, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
-  return ((p.n * C::rows_d + p.d * C::row_step_d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
+  return ((p.n * C::rows_d + p.d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
 }
-static constexpr int SUBTILES_AT_ONCE = C::wide ? 2 : 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::sub_h == 8 ? C::row_step_h * G::PITCH : 8;  // pixel rows from one group of eight columns to the next
+static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
+static constexpr int GROUP_ROWS = C::row_step_h * G::PITCH;  // pixel rows from one group of eight columns to the next
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 static __device__ __forceinline__ constexpr bool halves_alike() {
@@ -1279,11 +1229,6 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1293,14 +1238,15 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_AT_ONCE) {
+  for (int nb = 0; nb < NB; nb += 1) {
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
     using Sums = float[SUBTILES_AT_ONCE * 32];
     WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
   }
 }
+
 };
 
 // A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
@@ -1308,7 +1254,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 constexpr int FRAGMENT_SETS = 3;                        // of registers
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
+template <class C, int = C::steps, int PARTS = 1>
 struct ChunkOf;
 
 template <class C>
@@ -1330,16 +1276,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // free again and serialises every wgmma, C7513.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
-    pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
-    wgmma_commit();
-    u32 done = weights.in_hand();
-    if (i + 1 < steps) {
-      weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
+  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  wgmma_commit();
+  u32 done = weights.in_hand();
+  if (i + 1 < steps) {
+    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
+  }
+  if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
@@ -1355,8 +1301,8 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
   weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
-  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::STEPS_PER_TAP], i, G::LONGEST_STRETCH, lane);
-  weights.end_stretch(G::LONGEST_STRETCH);
+  for (int i = 0; i < C::taps_unrolled; i++) S::step(acc, a, weights, pixels, taps[i], i, C::taps_unrolled, lane);
+  weights.end_stretch(C::taps_unrolled);
 }
 };
 
@@ -1367,22 +1313,14 @@ using S = StepOf<C>;
 using Sums = float[G::MB][G::NB][32];
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
-#pragma unroll
-  for (int b = 0; b < G::MB; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
+  int e = G::first_entry(variant, 0), last = G::end_entry(variant, 0);
 #pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
-  }
+  for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[0], sum[0], weights, pixels, e, lane);
 }
 };
 
 // Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
 // gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
-
-// `Epilogue<C>::store` stores a consumer's sums of a tile, by way of BUFFER_BYTES of shared memory for each warp. Results are a `Result`: a pointer or
-// a tensor map.
-template <class C, int = C::store>
-struct Epilogue;
 
 // A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
 // RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
@@ -1392,42 +1330,27 @@ struct Runs : Columns<C> {
 using G = GatherWork<C>;
 using P = Columns<C>;
 using Number = typename G::Number;
-static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
-static constexpr int GROUPS = C::run_groups;
-static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
+static constexpr int SUBTILES = C::run_groups;  // neighbours along W that a run crosses
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
 static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
-
-// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
-static __device__ __forceinline__ bool others(int r, int i) {
-  return false;
-}
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return i; }
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
 // after unrolling, and until then the compiler keeps all sums in memory.
 static __device__ __forceinline__ constexpr u64 packed_blocks() {
   u64 packed = 0;
-  for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
+  packed |= (u64)(1);
   return packed;
 }
-static_assert(G::MB < 15, "four bits name a block");
 static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  if constexpr (C::w_subs <= 16) {
-    constexpr u64 packed = packed_blocks();
-    return (int)(packed >> 4 * u & 15) - 1;
-  } else {
-    constexpr auto blocks = table_of<signed char>(C::blocks_of_w);
-    return blocks[u];
-  }
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
 }
 // Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
-static __device__ __forceinline__ float sum_of(const float (&acc)[G::MB][G::NB][32], int u, int nb, int e, float without) {
+static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
   return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
 }
 };
@@ -1448,8 +1371,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[t.variant * C::subs + sub];
-  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
+  slab.od = SUB_D<C>[sub];
+  slab.oh = SUB_H<C>[sub];
   return slab;
 }
 
@@ -1465,50 +1388,42 @@ __device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWo
 
 // A thread's biases, on all of its sums.
 template <class C>
-__device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherWork<C>::NB][32], const float (&b)[2]) {
-#pragma unroll
-  for (int m = 0; m < GatherWork<C>::MB; m++)
+__device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
 #pragma unroll
     for (int nb = 0; nb < GatherWork<C>::NB; nb++)
 #pragma unroll
-      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+      for (int e = 0; e < 32; e++) acc[0][nb][e] += b[e >> 1 & 1];
 }
-
-// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
-// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
-// through the buffer all the same.
-
-struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
 
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
 template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * PixelTile<C>::ELEMENT + 127) / 128 * 128 + (PixelTile<C>::ELEMENT == 4 ? 32 : 48);
+constexpr int RUN_PITCH = 128 + 32;
 
 template <int UNIT>
 __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if constexpr (UNIT == 16) load_shared_128(v, from);
-  else load_shared_64(v, from);
+  else if constexpr (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
   if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else store_global_64_if(to, v, ok);
+  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
+  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
 }
 
 // How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
 template <class C>
 struct RowStores {
 using T = PixelTile<C>;
-static constexpr int ELEMENT = T::ELEMENT;
-static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
+static constexpr int OUTPUTS = C::run_groups * 8;  // of a row of a run
 static constexpr int PITCH = RUN_PITCH<C>;
-static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
 
 // In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
 template <int UNIT>
 static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+  constexpr int PER_ROW = OUTPUTS * 4 / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
@@ -1517,7 +1432,7 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (WHOLE_SLABS || r < rows));
+    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end);
   }
 }
 
@@ -1525,7 +1440,7 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
+  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -1537,129 +1452,108 @@ static __device__ __forceinline__ void store_sectors(char* to, long long plane, 
       char* first = to + r * plane;
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-      if (!WHOLE_SLABS && r >= rows) at[k] = 1 << 20;
     }
     // What follows of a row is at known distances. A place for each output takes a third more instructions.
+    u32 v[ROWS];
+    bool in[ROWS];
 #pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
+    for (int k = 0; k < ROWS; k++) {
+      in[k] = (u32)at[k] < (u32)end;
+      v[k] = load_shared_u32_if(from[k], in[k]);
     }
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) store_global_if(row[k], v[k], in[k]);
   }
 }
+
 };
 
 template <class C>
-struct Epilogue<C, STORE_ROWS> : Runs<C> {
+struct Epilogue : Runs<C> {
 using G = GatherWork<C>;
 using R = Runs<C>;
 using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
-static constexpr int ELEMENT = G::ELEMENT;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
-static __device__ __forceinline__ constexpr int together(int unit) { return shifted(unit) ? 1 : 2; }  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
-template <int UNIT>
-static __device__ __forceinline__ int order_of(int g, int q) {
-  if (ELEMENT == 2) return C::w_subs % 2 == 0 ? (g & 1) << 1 : 0;
-  int by_column = C::w_subs % 4 == 0 ? q << 1 : C::w_subs % 2 == 0 ? q & 2 : 0;
-  return together(UNIT) == 2 ? by_column : by_column | g >> 2;
-}
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = together(UNIT);
+static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
+  constexpr int TOGETHER = 2;
 #pragma unroll
   for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
 #pragma unroll
-    for (int i = 0; i < 2 * C::w_subs; i++) {
+    for (int i = 0; i < 2; i++) {
       if (i & bit) continue;
       float low = v[i], high = v[i ^ bit];
       v[i] = order & bit ? high : low;
       v[i ^ bit] = order & bit ? low : high;
     }
   }
-#pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-      else store_shared_f32(to, v[i]);
-  }
+  u32 to = at + (0 ^ order) * 4;
+  store_shared_f32x2(to, v[0], v[0 ^ 1]);
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+  int q = lane & 3, order = 0;
 #pragma unroll
-  for (int k = 0; k < R::GROUPS; k++) {
+  for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2 * C::w_subs];
+    float v[2];
 #pragma unroll
     for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+      v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
   }
 }
 
 // Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
 template <int UNIT>
-static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
-  if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
+  if constexpr (UNIT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
   else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
 // branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = t.group * C::cout_g + slab.cout;
+  int channel = slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
 #pragma unroll
   for (int r = 0; r < R::COUNT; r++) {
     typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
+    int n = t.n + place.n, od = (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
+    for (int i = 0; i < 8; i++) {
+      int oh = C::out_step_h * (t.h + place.h + i) + slab.oh;
+      int ow = (t.w + place.w) + U_W<C>[0], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      if (R::others(r, i)) continue;
-      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * ELEMENT;
+      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
+      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         char* first = to + h * 8 * plane;
-        int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
+        int rows = 8;
         u32 row = buffer + g * Rows::PITCH;
-        if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+        {
+          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else if (is_at<2 * 4>(misaligned)) pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        }
         __syncwarp();
       }
     }
@@ -1668,7 +1562,7 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
 
 // Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
 template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -1693,7 +1587,6 @@ static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_u
 // Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
 
 template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-template <class C> constexpr int SLOTS_BYTES<C, true> = 0;
 
 template <class C_>
 struct Gather {
@@ -1706,59 +1599,49 @@ using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
 static constexpr bool IN_TURN = C::split == 2;
-static constexpr bool DRAINED = C::store == STORE_BOXES;
+static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int TILES_AT = 0;
-static constexpr int RING_AT = TILES_AT + C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::WGS_M * G::FRAGMENT;
+static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
+static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
-static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : SLOTS_END;  // where boxes' swizzle begins
-static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
-static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
+static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
+static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
+static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside the stores of outputs without taps that makes some
-  // kernels slower.
-  constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
-  int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = C::split == 0 ? wg * G::NB : 0;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
   typename G::Order order(s);
   if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = C::claimed && !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
+  constexpr bool EARLY = !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
   int following = 0;
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(t.variant) - G::first_chunk();
+    int chunks = G::end_chunk(0);
     if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(t.variant);
+      weights.skip(0);
       continue;
     }
-    float acc[G::MB][G::NB][32], sum[G::MB][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
-#pragma unroll
-    for (int b = 0; b < G::MB; b++)
+    float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
       for (int nb = 0; nb < G::NB; nb++)
 #pragma unroll
         for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-          if (G::PARTS == 2) sum[b][nb][i] = 0.f;
+          acc[0][nb][i] = 0.f;
+          opaque(acc[0][nb][i]);
         }
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
@@ -1771,8 +1654,8 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     if (EARLY) following = order.next(index, s);
-    auto& sums = G::PARTS == 2 ? sum : acc;
-    Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
+    auto& sums = acc;
+    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1789,15 +1672,15 @@ struct Given {
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < PIXEL_BARRIERS; i++) {
-    barrier_init(pixels.full + 8 * i, G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);
+  for (int i = 0; i < C::stages_p; i++) {
+    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
     barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
   }
   for (int i = 0; i < C::stages_w; i++) {
     barrier_init(full_w + 8 * i, 1);
     barrier_init(empty_w + 8 * i, G::RELEASES * 4);
   }
-  for (int i = 0; i < SLOT_BARRIERS; i++) {
+  for (int i = 0; i < C::stages_s; i++) {
     barrier_init(pixels.landed + 8 * i, 1);
     barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
   }
@@ -1808,10 +1691,10 @@ template <class Maps>
 static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
   int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
   if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
+    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
+  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
     load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (C::wgmma && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
     stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
   }
 }
@@ -1819,8 +1702,8 @@ static __device__ __forceinline__ void bring(const Given& given, const Maps& map
 template <class Maps>
 static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
+  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
+  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   s.claims = base + CLAIMS_AT;
   if (threadIdx.x == 0) {
@@ -1831,31 +1714,24 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < G::FIRST_CONSUMER) {
+  if (role < 2) {
     fewer_registers<C::producer_registers>();
     bring(given, maps, s, segments, base, barriers, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
     more_registers<C::consumer_registers>();
-    int wg = role - G::FIRST_CONSUMER;
+    int wg = role - 2;
     Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
+    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
   }
 }
 };
 
 // --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
 
-enum Kinds { POINTERS, MAPS, CLUSTER };
-template <class C>
-constexpr int KIND_OF = C::cluster > 1 ? CLUSTER : C::fetch != BY_THREADS ? MAPS : POINTERS;
-
-template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
-template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
-
 // `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
 template <class C>
-__global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+__global__ void __launch_bounds__(PixelTile<C>::THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
@@ -1876,15 +1752,9 @@ using Number = NumberOf<C::precision>;
 using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
 static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
-static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
-static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
-static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
-static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
-
-static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+static constexpr int SET_TAPS = C::taps_d * C::taps_h;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
@@ -1894,10 +1764,10 @@ static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int X_ROWS = C::tile_d * X_ROWS_H;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
+static constexpr int G_ROWS = C::g_rows_d * CLASS_ROWS;
+static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * ELEMENT;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1915,29 +1785,27 @@ struct Work {                              // of a block
 
 static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
-  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
-  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
-  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
+  c.w = i % s.tiles_w * C::tile_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * C::tile_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d * C::tile_d;
+  c.n = i / s.tiles_d;
   return c;
 }
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+  return {c.n, c.d + work.tap_d, c.h,
+          c.w + work.tap_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
 static __device__ __forceinline__ int take_work(Work& work, int index) {
-  int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
-  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
-  work.group = index % C::groups;
-  work.tap_w = set % C::sets_w * C::taps_w;
-  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
-  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
-  return index / C::groups;
+  int set = index % C::sets_w;  index /= C::sets_w;
+  work.co = 0;  work.ci = 0;  work.group = 0;
+  work.tap_w = set % C::sets_w;
+  work.tap_h = 0;
+  work.tap_d = set / C::sets_w * C::taps_d;
+  return index;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
@@ -1952,72 +1820,39 @@ struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
 static constexpr int SIZE = S::ELEMENT;
-static constexpr bool LAST = C::channels_last;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
-static constexpr int ROWS_PER_SUB = 64 / C::subs;
-static constexpr int NEXT_ROWS = C::interleaved ? 8 / C::subs : 8;  // channels from row g of a warp's sixteen to row g + 8
-static constexpr int NEXT_UNIT = C::interleaved ? C::subs : 1;      // units from one of a lane's to the next
 static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
-static constexpr int OF_UNIT = C::stacked ? C::taps_h : 1;          // taps of a unit
-static constexpr int UNITS = C::entries / OF_UNIT;                  // of a warpgroup
-static constexpr int SET_UNITS = S::SET_TAPS / OF_UNIT;
+static constexpr int OF_UNIT = C::taps_h;          // taps of a unit
+static constexpr int UNITS = C::entries / C::taps_h;                  // of a warpgroup
+static constexpr int SET_UNITS = S::SET_TAPS / C::taps_h;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-// Rows of a channel's pixels (K-major): for each `segment` bytes of a row a box of [row][channel][segment]. Channels_last of 16 bits: for
-// each `x_width` channels a box of the chunk's pixels. A row's `line_bytes` are several rows' where the image is as wide as a chunk (lines).
-static constexpr bool TURN_X = LAST && !S::NARROW;      // channels_last float32 is turned by the copying warpgroup
-static constexpr bool K_MAJOR = !LAST || TURN_X;
 static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int BOXES = K_MAJOR ? C::line_bytes / C::segment : C::block_ci / C::x_width;
-static constexpr int BOX_BYTES = K_MAJOR ? PIXELS * C::block_ci * SIZE / BOXES : PIXELS * C::segment;
-static constexpr int X_ROW_BYTES = (K_MAJOR ? C::block_ci : C::tile_w) * C::segment;  // from one row of the tile to the next
-static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
-static constexpr int N_WIDTH = C::stacked && !K_MAJOR && C::block_ci > 64 ? 64 : C::block_ci;  // of one matrix instruction; stacked: for each row of x
-static constexpr int NB = C::block_ci / N_WIDTH;
+static constexpr int BOX_BYTES = PIXELS * C::block_ci * SIZE;
+static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
+static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
+static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
-// NCHW, classed: rows off 16 bytes, where the tensor copy engine reads none, by a box for each class of rows along H and of channels:
-// those of a class begin alike, and are a tensor of their own, whose rows then begin early (its lead).
-static constexpr int CLASSES = C::row_classes * C::channel_classes;
-static constexpr int G_CHANNELS = C::block_co / C::channel_classes;  // of a class
-
-// Channels_last: boxes have `g_width` channels, a swizzled row, and all rows of a plane. Gapless: a plane is a tap's pixels. Parted: a
-// plane has the columns that taps of one remainder by step_w read. So a fragment's are neighbours, which meet different banks, and
-// columns that no tap reads stay away. Tap t reads plane t % g_planes, plane_taps columns on for each g_planes taps.
-static constexpr int G_BOXES = LAST ? C::block_co / C::g_width : 1;
-static constexpr int G_COLUMN_BYTES = C::g_width * SIZE;
-static constexpr int G_BOX_BYTES =                                   // of a row
-    LAST ? C::plane_columns * G_COLUMN_BYTES : G_CHANNELS * C::g_pitch * SIZE;
-static constexpr int PLANE_BYTES = (S::G_ROWS * G_BOX_BYTES + 127) / 128 * 128;  // where a box may begin
-static constexpr int G_SLAB_BYTES = C::g_planes * PLANE_BYTES;  // of g_width channels
-static constexpr int G_BYTES = LAST ? G_BOXES * G_SLAB_BYTES : S::G_BYTES;
-static constexpr int CLASS_BYTES = G_BYTES / CLASSES;
-// From one pixel of g's tile to the next (of NCHW counted in elements), and from one of q to the next.
-static constexpr int G_PIXEL_BYTES = LAST ? C::g_pitch * SIZE : 1;
-static constexpr int G_STEP_W = C::parted ? 1 : C::step_w;           // in pixels
+static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
 
-static constexpr int STAGE_BYTES = (X_TILE_BYTES + G_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = (BOX_BYTES + G_BYTES + 1023) / 1024 * 1024;
 static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixels before they are turned
-static constexpr int RAW_BYTES = TURN_X ? PIXELS * C::block_ci * SIZE : 0;
-static constexpr int RING_BYTES = RAW_AT + RAW_BYTES;
-static constexpr int BARRIERS_AT = RING_BYTES > S::SUMS_BYTES ? RING_BYTES : S::SUMS_BYTES;  // a block's sums are where its stages were
 
 // The output channel of a block's row of M: classes follow each other.
-static __device__ __forceinline__ int channel_of(int m) { return LAST ? m : m % G_CHANNELS * C::channel_classes + m / G_CHANNELS; }
+static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int K_STEPS = PIXELS * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
 static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
-static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
 
 // Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
 static __device__ __forceinline__ u32 x_at(int k_step) {
@@ -2025,7 +1860,7 @@ static __device__ __forceinline__ u32 x_at(int k_step) {
   return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
 }
 
-struct TensorMaps { TensorMap of[1 + (C::box_g ? CLASSES : 0)]; };   // of x, and of g
+struct TensorMaps { TensorMap of[1 + C::row_classes]; };   // of x, and of g
 };
 
 // Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
@@ -2046,20 +1881,19 @@ using TensorMaps = typename T::TensorMaps;
 
 // A chunk, from its input channel `channel` on.
 static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::BOXES; i++) {
-    int w = (C::lines ? c.h * C::tile_w : c.w) + i * (C::segment / T::ELEMENT);
-    load_box(to + i * T::BOX_BYTES, map, w, channel, C::lines ? 0 : c.h - C::stack + 1, c.d, c.n, barrier);
+  {
+    int w = (c.w);
+    load_box(to, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
   }
 }
 
-// Pixels that are to be turned.
-static __device__ __forceinline__ void load_raw(const TensorMaps& maps, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, T::RAW_BYTES);
-  load_box(to, maps.of[0], work.group * C::cin + work.ci, c.w, c.h - C::stack + 1, c.d, c.n, barrier);
-}
-
 // --- g: from its place `at` and output channel `channel` on ---
+
+// Of a tile's rows along H, and of channels, those that begin alike.
+struct Class {
+  int index, lead;                         // its map; elements by which its rows begin early
+  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
+};
 
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
@@ -2067,14 +1901,12 @@ static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes
 
 // --- a chunk ---
 
-// Bytes that `load` brings.
-static constexpr int OF_G = C::channels_last ? T::G_ROWS * C::g_planes * C::plane_columns * C::block_co * T::ELEMENT : T::G_BYTES;
-static constexpr int BYTES = (T::TURN_X ? 0 : T::X_TILE_BYTES) + (C::box_g ? OF_G : 0);
+static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
+  load_x(maps.of[0], c, 0, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), 0, to + T::BOX_BYTES, barrier);
 }
 };
 
@@ -2103,16 +1935,9 @@ using C = typename T::C;
 using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
 using Boxes = WgradBoxes<T>;
-static constexpr int ARRIVALS = 1 + (T::TURN_X ? T::COPIERS : C::box_g ? 0 : 2 * T::COPIERS);  // at a stage's barrier, for each chunk
-
-// x's pixels that are to be turned: TF32 has no form whose rows lie along the pixels' channels.
-static __device__ __forceinline__ void load_raw(const Block& block, int i) {
-  Boxes::load_raw(block.maps, T::chunk_at(i, block.s), block.work, block.base + T::RAW_AT, block.last);
-}
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
-  if (ARRIVALS == 1 && thread > 0) return;
-  if (T::TURN_X && thread == 0 && block.begin() < block.s.chunks) load_raw(block, block.begin());
+  if (thread > 0) return;
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
   const int end = block.end();
 #pragma unroll 1
@@ -2141,12 +1966,12 @@ struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   Lane of;
-  of.wg_m = wg % C::split_m, of.lane = thread & 31, of.q = of.lane & 3;
+  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
   of.warp = thread >> 5, of.row = of.lane >> 2;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-  of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
+  of.first_unit = (wg + of.warp * 16 / 64);
+  of.channel = of.warp * 16 % 64;
   return of;
 }
 
@@ -2158,10 +1983,10 @@ struct Taps {
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
   if (unit >= T::SET_UNITS) unit = T::SET_UNITS - 1;    // its sums are not stored
-  int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
-  int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
-  taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
-  taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
+  int td = unit;
+  int shift = td * T::CLASS_ROWS;
+  taps.at[u] = shift * (C::block_co * C::g_pitch);
+  taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
 // Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
@@ -2173,7 +1998,7 @@ struct Step { Half half[2]; };
 
 // Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
 static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
+  return (q.n * C::g_rows_d + q.d) * T::CLASS_ROWS + q.h;
 }
 
 // Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
@@ -2181,8 +2006,8 @@ static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int colu
   Step step;
 #pragma unroll
   for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * C::g_rows_d * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
-                    (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
+    step.half[k] = {tile_row({n, d, 0}) + r,
+                    (8 * column + 4 * k), {n, d, r}};
   return step;
 }
 
@@ -2215,8 +2040,10 @@ using Tile = typename V::Tile;
 
 // Where a lane begins, of channels_last in bytes, of NCHW in elements.
 static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  const int channel = of.channel + of.row, of_channels = channel / T::G_CHANNELS;  // the lane's class
-  return of_channels * (T::CLASS_BYTES / T::ELEMENT * C::row_classes) + channel % T::G_CHANNELS * C::g_pitch + (T::NARROW ? 2 * of.q : of.q) * C::step_w;
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q);
+  }
 }
 
 static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
@@ -2230,7 +2057,7 @@ static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half&
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
-  return half.row * (T::G_CHANNELS * C::g_pitch) + half.column + h * T::NEXT_ROWS * C::g_pitch;
+  return half.row * (C::block_co * C::g_pitch) + half.column + h * 8 * C::g_pitch;
 }
 
 static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g, int u, const Step& step) {
@@ -2242,7 +2069,7 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     for (int h = 0; h < 2; h++) {
       const int constant = constant_of(step.half[k], h);
       u32 v = words[at + constant];
-      a[2 * k + h] = C::box_g ? v : to_tf32(__uint_as_float(v));  // boxes are rounded on their way
+      a[2 * k + h] = v;  // boxes are rounded on their way
     }
   }
 }
@@ -2254,9 +2081,7 @@ template <class T>
 struct WgradUnits {
   using C = typename T::C;
   using F = WgradFragments<T>;
-  static constexpr bool SHARED = C::run_words > 0;
-  static constexpr int WORDS = SHARED ? C::run_words : 1;
-  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
   bool odd[2];                             // whether the run begins in the middle of the first
 
   // The fragment of unit `u`, of units one after the other.
@@ -2266,7 +2091,7 @@ struct WgradUnits {
 
   // The fragment of the run's tap `i`, as F would load it.
   __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
+    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
@@ -2294,14 +2119,11 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
-// Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
-// ..., each a row above the one before; their sums lie in the order of the rows.
-static constexpr int LEAST = C::taps_h / C::step_h, OVER = C::taps_h % C::step_h;
-static __device__ __forceinline__ int stack_of(int r) { return C::stacked ? LEAST + (r < OVER) : 1; }
-static __device__ __forceinline__ int stack_begin(int r) { return r * LEAST + (r < OVER ? r : OVER); }
+static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
+static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }
 // Where a unit's tap has its sums.
 static __device__ __forceinline__ int place_of(int tap) {
-  return stack_begin(tap % C::step_h) + stack_of(tap % C::step_h) - 1 - tap / C::step_h;
+  return stack_begin(0) + stack_of(0) - 1 - tap;
 }
 
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
@@ -2309,16 +2131,13 @@ template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
   // From 8 channels or pixels to the next 8; MN-major also from the channels of a swizzled line to the next: of the next box, or, stacked,
   // of the next row of x.
-  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((T::K_MAJOR ? 8 * C::segment : C::stacked ? T::X_ROW_BYTES : T::BOX_BYTES) >> 4) << 16);
-  const u64 upper = strides | ((u64)(C::segment == 32 ? 3 : C::segment == 64 ? 2 : 1) << 62);
+  const u64 strides = ((u64)(8 * C::segment >> 4) << 32) | ((u64)((8 * C::segment) >> 4) << 16);
+  const u64 upper = strides | ((u64)(2) << 62);
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
-#pragma unroll
-  for (int nb = 0; nb < T::NB; nb++) {
-    u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
-    float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
-    // A described has rows of channels, as B has in channels_last.
-    Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
-  }
+  u64 b = upper | ((x & 0x3ffff) >> 4);
+  float (&d)[ROWS * (C::block_ci / 2)] = *(float (*)[ROWS * (C::block_ci / 2)])&acc[0][first * (C::block_ci / 2)];
+  // A described has rows of channels, as B has in channels_last.
+  Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
@@ -2336,27 +2155,25 @@ static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T
 
 // Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
 static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[T::FRAGMENTS][4];
+  u32 a[3][4];
   WgradUnits<T> units;
-  g.at = tile + T::X_TILE_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
+  g.at = tile + T::BOX_BYTES;
+  g.lane_at += first * (32 / T::ELEMENT);
   const u32 x_tile = shared_address(tile) + T::x_at(first);
   int step = 0;                            // a constant after unrolling
 #pragma unroll
   for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
 #pragma unroll
-    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
+    for (int i = 0; i < C::tile_d * C::tile_h * C::unrolled; i++) {
       const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
+      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q + remainder, column);
       const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
-#pragma unroll
-      for (int u = 0; u < T::UNITS; u++) {
-        multiply_unit(acc[u], units, a[step++ % T::FRAGMENTS], g, u, at, stack_begin(remainder), stack_of(remainder), x);
-        wgmma_wait<T::FRAGMENTS - 1>();
-      }
+      multiply_unit(acc[0], units, a[step++ % 3], g, 0, at, stack_begin(remainder), stack_of(remainder), x);
+      wgmma_wait<3 - 1>();
     }
   wgmma_wait<0>();
 }
+
 };
 
 // How sums become the weight's gradient. A block leaves those of its tile and its split of K as a record, [tap][ci][co] (WgradShape), at
@@ -2416,7 +2233,7 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
       float4 v[BATCH] = {};
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::sets_w * S::SUMS_BYTES)));
 #pragma unroll
       for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
     }
@@ -2430,9 +2247,9 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
 
 // Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = C::taps_w == C::kernel_w;
-  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  constexpr bool ROWS = false;
+  constexpr int NEAR = ROWS ? C::taps_h : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
+  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
   else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
 }
 
@@ -2446,7 +2263,7 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 #pragma unroll 1
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
     const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
 #pragma unroll 4
@@ -2463,10 +2280,10 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 
 // Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
 __device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
+  int kd = work.tap_d + tap / C::taps_h, kh = tap % C::taps_h, kw = work.tap_w;
+  ci += 0, co += 0;
   bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
-  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
+  return exists ? ci * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2478,8 +2295,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
   Run<u32, V> single;
 #pragma unroll
   for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
-  else *(Run<u32, V>*)((u32*)out + to) = single;
+  *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 
@@ -2493,7 +2309,7 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
   using S = WgradShape<C>;
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  const int shares = (int)gridDim.x / C::sets_w, tile = blockIdx.x / shares;
   typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
   share.at = shared_address(memory);
   share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
@@ -2546,7 +2362,8 @@ __device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBloc
   if (thread == 0) {
     store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
     bulk_commit();
-    bulk_wait_read();                 // the launch's end waits
+    if constexpr (WAITS) bulk_wait();
+    else bulk_wait_read();                 // the launch's end waits
   }
 }
 
@@ -2554,21 +2371,19 @@ static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u
   named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
 #pragma unroll
   for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u * T::NEXT_UNIT;
+    int unit = of.first_unit + u;
     if (unit >= T::SET_UNITS) continue;
 #pragma unroll
-    for (int i = 0; i < T::OF_UNIT; i++) {
+    for (int i = 0; i < C::taps_h; i++) {
       // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+      int tap = (unit * C::taps_h + i);
 #pragma unroll
-      for (int nb = 0; nb < T::NB; nb++)
-#pragma unroll
-        for (int j = 0; j < T::N_WIDTH / 8; j++)
+        for (int j = 0; j < C::block_ci / 8; j++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
-            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
+            int m = T::channel_of(of.channel + of.row + 8 * h);
+            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][0][M::place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
             store_shared_f32(to, sums[0]);
             store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
           }
@@ -2607,24 +2422,23 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const typename F::Lane of = F::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
   typename F::Taps taps;
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u * T::NEXT_UNIT, block.s);
+  F::set_tap(taps, 0, of.first_unit, block.s);
   const int lane_first = F::lane_first(of);
   const int first = block.begin(), last = block.end();
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg / C::split_m * (C::subs * T::UNITS);
-  const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
+  const int units_before = wg;
+  const bool idle = units_before >= T::SET_UNITS;
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
     begin_rows(g, block, i, of);
     const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
     barrier_wait(block.full + cursor.stage * 8, cursor.parity);
-    #pragma unroll 1
+#pragma unroll 1
     for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
     __syncwarp();
-      if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
   }
   end.put(acc, block, of, wg * 128 + thread);
 }
@@ -2635,12 +2449,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
 
 template <class E>
 static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
+  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
   Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
   block.split = T::take_work(block.work, blockIdx.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, WgradProducer<T>::ARRIVALS);
+      barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, C::warpgroups * 4);
     }
     barrier_init(last, 1);
@@ -2673,22 +2487,19 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -4, columns = 28, plane = 28, plane_barriers = 1, precision = 0, cin = 32;
-  static constexpr int ck = 8, tile_n = 1, tile_d = 1, tile_h = 8, tile_w = 24, in_step_d = 1, in_step_h = 1;
-  static constexpr int in_step_w = 1, rows_d = 3, rows_h = 12, row_step_d = 1, row_step_h = 1;
+  static constexpr int cin_g = 32, first_w = -4, columns = 28, plane = 28, precision = 0, cin = 32, ck = 8, tile_n = 1;
+  static constexpr int tile_d = 1, tile_h = 8, tile_w = 24, in_step_h = 1, rows_d = 3, rows_h = 12, row_step_h = 1;
   static constexpr int offsets_d[3] = {-2, -1, 0}, offsets_h[12] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1;
   static constexpr int stages_p = 2, stages_s = 2, fetch = 1, first_d = -2, first_h = -4, box_units = 7, column_pad = 0;
-  static constexpr int cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64, cout_blocks = 1, m_groups = 1;
-  static constexpr int w_stage = 7, ring_fragments = 42, out_step_d = 1, out_step_h = 1, out_step_w = 1, cout = 64;
-  static constexpr int taps = 75, sub_h = 8, sub_w = 8, w_subs = 1, blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, steps = 1, taps_unrolled = 25;
+  static constexpr int cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 7;
+  static constexpr int ring_fragments = 42, out_step_h = 1, cout = 64, taps = 75, sub_w = 8, w_subs = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, steps = 1, taps_unrolled = 25;
   static constexpr int entries[2] = {0, 75};
   static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788};
   static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int run_groups = 3, store = 0, store_unit = 0, cluster = 1, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, wide = false, resident = false;
-  static constexpr bool grad_input = false, bare = false, boxed = false, claimed = true;
+  static constexpr int run_groups = 3, store_unit = 16, producer_registers = 56, consumer_registers = 200;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
+  static constexpr bool claimed = true;
 };
 
 // =====================================================================================================================
@@ -2697,23 +2508,20 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = 0, columns = 12, plane = 12, plane_barriers = 1, precision = 0, cin = 64;
-  static constexpr int ck = 8, tile_n = 1, tile_d = 4, tile_h = 8, tile_w = 8, in_step_d = 1, in_step_h = 2;
-  static constexpr int in_step_w = 1, rows_d = 6, rows_h = 20, row_step_d = 1, row_step_h = 2;
+  static constexpr int cin_g = 64, first_w = 0, columns = 12, plane = 12, precision = 0, cin = 64, ck = 8, tile_n = 1;
+  static constexpr int tile_d = 4, tile_h = 8, tile_w = 8, in_step_h = 2, rows_d = 6, rows_h = 20, row_step_h = 2;
   static constexpr int offsets_d[6] = {0, 1, 2, 3, 4, 5};
   static constexpr int offsets_h[20] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19};
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0, box_units = 3;
-  static constexpr int column_pad = 0, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32, cout_blocks = 1;
-  static constexpr int m_groups = 1, w_stage = 6, ring_fragments = 18, out_step_d = 1, out_step_h = 2, out_step_w = 1;
-  static constexpr int cout = 32, taps = 75, sub_h = 8, sub_w = 8, w_subs = 1, blocks_of_w[1] = {0}, variants = 1;
+  static constexpr int column_pad = 0, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1;
+  static constexpr int w_stage = 6, ring_fragments = 18, out_step_h = 2, cout = 32, taps = 75, sub_w = 8, w_subs = 1;
   static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 3, steps = 1;
   static constexpr int taps_unrolled = 18, entries[2] = {0, 90};
   static constexpr int tap_rows[90] = {0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64, 240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290, 291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516, 517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544};
   static constexpr int tap_indices[180] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11, 17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26, -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35, 41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59, 65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74};
-  static constexpr int run_groups = 1, store = 0, store_unit = 0, cluster = 1, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, wide = false, resident = false;
-  static constexpr bool grad_input = true, bare = false, boxed = false, claimed = true;
+  static constexpr int run_groups = 1, store_unit = 16, producer_registers = 56, consumer_registers = 200;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
+  static constexpr bool claimed = true;
 };
 
 // =====================================================================================================================
@@ -2722,17 +2530,13 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, groups = 1, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_columns = 16;
-  static constexpr int g_pitch = 20, tile_n = 1, kernel_d = 3, step_d = 1, dilation_d = 1, padding_d = 0, taps_d = 3;
-  static constexpr int sets_d = 1, tile_d = 4, kernel_h = 5, step_h = 1, dilation_h = 1, padding_h = 0, taps_h = 5;
-  static constexpr int sets_h = 1, tile_h = 2, kernel_w = 5, step_w = 1, dilation_w = 1, padding_w = 0, taps_w = 1;
-  static constexpr int sets_w = 5, tile_w = 16, g_rows_d = 6, q_rows_d = 1, tap_rows_d = 1, g_rows_h = 2, q_rows_h = 1;
-  static constexpr int tap_rows_h = 1, warpgroups = 3, split_m = 1, subs = 1, entries = 5, stages = 2, unrolled = 2;
-  static constexpr int stack = 5, row_classes = 1, channel_classes = 1, x_width = 32, line_bytes = 64, segment = 64;
-  static constexpr int g_width = 32, g_planes = 1, plane_columns = 16, run = 1, run_words = 0, producer_registers = 56;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, tile_n = 1;
+  static constexpr int kernel_d = 3, taps_d = 3, tile_d = 4, kernel_h = 5, step_h = 1, taps_h = 5, tile_h = 2;
+  static constexpr int kernel_w = 5, step_w = 1, taps_w = 1, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2;
+  static constexpr int warpgroups = 3, subs = 1, entries = 5, stages = 2, unrolled = 2, stack = 5, row_classes = 1;
+  static constexpr int line_bytes = 64, segment = 64, g_width = 32, run = 1, run_words = 0, producer_registers = 56;
   static constexpr int consumer_registers = 152;
-  static constexpr bool channels_last = false, interleaved = false, gapless = false, lines = false, stacked = true;
-  static constexpr bool box_g = true, parted = false;
+  static constexpr bool channels_last = false, lines = false;
 };
 
 }  // namespace kernels
@@ -2977,6 +2781,12 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
+def wide(t: Tensor, multiple: int) -> Tensor:
+    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
+    more = -t.shape[-1] % multiple
+    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
@@ -2987,9 +2797,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         return out
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
-        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build(True).forward(x, weight, bias, out, *launch)
-        return out
+        result = wide(out, 4)
+        launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
+        build(True).forward(x, weight, bias, result, *launch)
+        return out if result is out else out.copy_(result[..., : out.shape[-1]])
     x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)
@@ -3004,9 +2815,10 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
         return out
     if is_fast(grad, weight.shape, given):
         grad = dense(grad, 4)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, out, *launch)
-        return out
+        result = wide(out, 4)
+        launch = grad_input_launch(grad.shape[0], full(grad), full(result), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, result, *launch)
+        return out if result is out else out.copy_(result[..., : out.shape[-1]])
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
     return out.copy_(result)

@@ -32,7 +32,7 @@ A block of the forward, whose rings are of shared memory:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
   weights -> packed -> ring of 7 x 6 fragments ----------------------------------------------------+-> wgmma -> result
 
-Measured by `upconv bench --suite kernelbench --exported models`.
+Measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations
@@ -277,23 +277,13 @@ __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
 }
 __device__ __forceinline__ bool barrier_done(u32 barrier, u32 parity) {
   u32 done;
-
   asm volatile(
       "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, p;\n}\n"
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-
   return done;
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_done(barrier, parity)) {}
-}
-template <int ID, int THREADS_OF>
-__device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n" ::"n"(ID), "n"(THREADS_OF) : "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 // --- copies into shared memory ----------------------------------------------------------------------------------------
@@ -337,6 +327,11 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 a) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
@@ -346,9 +341,6 @@ __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32(u32 a, float v) {
-  asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
@@ -368,12 +360,16 @@ __device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], 
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
 }
+__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
+}
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
@@ -403,23 +399,485 @@ __device__ __forceinline__ u32 to_tf32_quick(float v) {
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
-// Two by one instruction, the first in the low half.
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 
 // --- matrix instructions ----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
+
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf;
+struct Float32 {
+  using Type = float;
+  using Bits = u32;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
+};
+template <> struct NumberOf<IEEE> : Float32 {};
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
+
+#define MMA_OF(shape, types) \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
+template <int P>
+__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
+  MMA_OF("m16n8k8", "tf32.tf32");
+}
+
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
+
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+
+// How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
+
+typedef long long i64;
+
+template <class T_, class Acc_>
+struct ScalarTypes {
+    using T = T_;      // of tensors
+    using Acc = Acc_;  // of sums
+    static constexpr int VEC = 16 / (int)sizeof(Acc);  // accumulators in 16 bytes
+    struct alignas(16) Pack {
+        Acc v[VEC];
+    };
+};
+
+template <int P>
+struct ScalarOf;
+template <class V>
+struct Unchanged : ScalarTypes<V, V> {
+    static __device__ __forceinline__ V value(V v) { return v; }
+    static __device__ __forceinline__ V stored(V v) { return v; }
+};
+template <> struct ScalarOf<IEEE> : Unchanged<float> {};
+
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// What the kernels of direct.cu and direct_weight.cu share: cells, and a tile of one tensor in shared memory.
+//
+// Along an axis the staged tensor (source) and the other one meet where, for cell j, phase t and tap k,
+//   forward     output j * stride + t = input (j + shift) * stride + k * dilation - padding
+//   gradients   input j = the one whose tap k meets the output's gradient at j * stride + shift, shift = k * dilation - padding
+// So a cell is `out` results and cells are `in` sources apart: (stride, 1) of the forward, (1, stride) of the gradients.
+//
+// A block brings what tile_h x tile_w cells need of a slice of the source (`chunk` channels of an image, at a depth) into shared memory, in
+// whole units and once; taps read it there. A thread takes `rows` cells, one below the other.
+//   Lanes are columns: those of the source lie in `in_w` planes of equal residue, so that lanes read neighbours at any stride.
+//   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
+
+template <bool IN_WORDS, class T> struct LoadedWord { using Type = T; };
+template <class T> struct LoadedWord<true, T> { using Type = u32; };
+
+template <class C_>
+struct DirectTile {
+using C = C_;
+using Scalar = ScalarOf<C::precision>;
+using T = typename Scalar::T;
+using Acc = typename Scalar::Acc;
+using Pack = typename Scalar::Pack;
+static constexpr int VEC = Scalar::VEC;
+static constexpr int ELEMENT = sizeof(T);
+static constexpr bool BY_CHANNELS = C::lanes_are_channels;
+
+static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
+static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
+static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
+static constexpr int THREADS = C::threads, WARPS = C::threads / 32, VECTOR = C::vector;
+static constexpr int CHUNK = C::chunk;
+static constexpr int CHANNEL_BLOCKS = (C::to_g + C::channels - 1) / C::channels;  // there of a group
+
+static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
+  return k * dilation - padding;
+}
+static __device__ constexpr int column_of_tap(int k) { return C::first_w + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
+static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
+
+// Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
+static constexpr int ROW_PITCH = C::in_w * C::plane_pitch;
+static constexpr int CHANNEL_WORDS = C::span_h * ROW_PITCH, TILE_WORDS = (C::chunk * CHANNEL_WORDS + 3) / 4 * 4;
+static __device__ __forceinline__ constexpr int column_at(int c) {
+  return c % C::in_w * C::plane_pitch + c / C::in_w;
+}
+
+// Of the source, and of the other tensor, whose cells are divided into tiles.
+struct Sizes {
+  int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
+};
+
+struct Tile { int n, d, h, w; };           // first cell
+
+static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
+  Tile t;
+  t.w = index % s.tiles_w * C::tile_w;  index /= s.tiles_w;
+  t.h = index % s.tiles_h * C::tile_h;  index /= s.tiles_h;
+  t.d = index % s.d;
+  t.n = index / s.d;
+  return t;
+}
+
+// The slice of the source that a tile and a tap along D meet; -1 for none.
+static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
+  int depth = d * C::stride_d + kd - C::padding_d;
+  return (u32)depth < (u32)s.from_d ? depth : -1;
+}
+
+// The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
+static __device__ __forceinline__ int thread_index() {
+  int index = threadIdx.x;
+  OPAQUE(index);
+  return index;
+}
+
+// What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
+struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
+static __device__ __forceinline__ Own own_of(int place, int lane) {
+  const int tx = place % C::tile_w, ty = place / C::tile_w * C::rows, mine = lane >= LANES ? LANES - 1 : lane;
+  return {tx, ty, ty * C::in_h * ROW_PITCH + tx, mine};
+}
+
+// Elements that are loaded together, in words where there are some.
+static constexpr bool IN_WORDS = ELEMENT == 2;
+struct alignas(C::vector * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? C::vector / 2 : C::vector]; };
+static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
+  if constexpr (!IN_WORDS) {
+    return Scalar::value(unit.v[k]);
+  } else {
+    u32 word = unit.v[k / 2];
+    return Scalar::value((T)(k % 2 ? word >> 16 : word & 0xffffu));
+  }
+}
+
+// Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
+// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
+static constexpr int ROW_UNITS = C::span_w / C::vector, PLANES = C::chunk;
+static constexpr int ROUNDS_W = (ROW_UNITS + C::threads - 1) / C::threads, IN_ROWS = C::threads / ROW_UNITS;
+static constexpr int PASSES_H = (C::span_h + IN_ROWS - 1) / IN_ROWS, PASSES_C = (C::chunk + 1 - 1);
+static constexpr int BATCH_H = PASSES_H, BATCH_C = C::batch / PASSES_H;
+
+// Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
+// first on.
+struct Place { int to; i64 offset; bool in; };
+static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
+  {
+    return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
+  }
+}
+
+// A unit's elements to shared memory, from that of element `at` of a row on.
+static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
+#pragma unroll
+  for (int k = 0; k < C::vector; k++) to[column_at(k)] = element(unit, k);
+}
+
+// What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
+// beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
+static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
+  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - C::first_w;
+  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w;
+  const T* from = source + (((i64)t.n * FROM + channel) * pixels + depth * slice);
+  const int thread = thread_index(), line_of = thread / ROW_UNITS;
+  const int first = line_of % IN_ROWS, plane = line_of / IN_ROWS;  // of a thread
+  if (plane >= 1) return;  // the others have nothing to do
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS_W; round++) {
+    const int at = (thread % ROW_UNITS) * C::vector;  // element of a row
+    if (whole) {
+      const Place in_row = place_in_row(at, w, left, line, s);
+#pragma unroll 1
+      for (int c = plane; c < C::chunk; c += BATCH_C) {
+        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
+        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
+        int row = h + first;
+#pragma unroll 1
+        for (int i = 0; i < PASSES_H; i += PASSES_H, row += PASSES_H * IN_ROWS, to += PASSES_H * IN_ROWS * ROW_PITCH, place += PASSES_H * IN_ROWS * line) {
+          Loaded unit[BATCH_C][PASSES_H];   // all loads come first: a block waits for memory once in a batch
+          const T* of_plane = place;
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++, of_plane += pixels) {
+            const T* of_row = of_plane;
+#pragma unroll
+            for (int b = 0; b < PASSES_H; b++, of_row += IN_ROWS * line) {
+              opaque(of_row);
+              unit[j][b] = {};
+              const bool exists = in_row.in && (c + j < left) && (u32)(row + b * IN_ROWS) < (u32)s.from_h;
+              if (exists) unit[j][b] = *(const Loaded*)of_row;
+            }
+          }
+#pragma unroll
+          for (int j = 0; j < BATCH_C; j++)
+#pragma unroll
+            for (int b = 0; b < PASSES_H; b++) {
+              if (row + b * IN_ROWS >= h + C::span_h) continue;
+              if (c + j >= C::chunk) continue;
+              store_unit(to + j * CHANNEL_WORDS + b * IN_ROWS * ROW_PITCH, unit[j][b], at);
+            }
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int c = plane; c < C::chunk; c += 1)
+#pragma unroll 1
+        for (int row = first; row < C::span_h; row += IN_ROWS)
+#pragma unroll
+          for (int k = 0; k < C::vector; k++) {
+            const Place place = place_in_row(at + k, w, left, line, s);
+            const bool exists = place.in && (c < left) && (u32)(h + row) < (u32)s.from_h;
+            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
+          }
+    }
+  }
+}
+};
+
+// The forward and the gradient for the input on CUDA cores: depthwise layers, few channels and float64.
+//
+//   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
+//   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
+//
+// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
+// tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
+// unrolled.
+//
+// Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
+// so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
+
+template <class C_>
+struct Direct : DirectTile<C_> {
+using C = C_;
+using Base = DirectTile<C>;
+using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
+using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
+using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
+using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
+using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
+static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
+
+static constexpr int WEIGHTS = (C::channels + VEC - 1) / VEC * VEC;
+static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
+  return (kw * C::kernel_h + kh) * WEIGHTS;
+}
+static constexpr int SLICE_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (C::chunk * TAP_WORDS + C::threads - 1) / C::threads;
+
+// What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
+struct Item {
+  Tile tile;
+  int group, channel;
+};
+
+static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
+  Item item;
+  item.group = 0;
+  item.channel = 0;
+  {
+    // A channel's tiles are neighbours: what their halos share comes from L2.
+    const u32 tiles = s.tiles_w * s.tiles_h * s.d;
+    item.group = index / tiles % C::groups;
+    item.tile = Base::tile_of(index % tiles, s);
+    item.tile.n = index / tiles / C::groups;
+  }
+  return item;
+}
+
+// A slice's weights, of the source's channels from `from` on.
+static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    const int i = thread + b * C::threads, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int own = i % WEIGHTS, to = item.channel + own;
+    const bool exists = source < C::from_g && (own < C::channels && to < C::to_g);
+    const i64 in = item.group * C::to_g + to;
+    const i64 row = in * C::from_g + source;
+    v[b] = 0;
+    if (i < C::chunk * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (C::kernel_h * C::kernel_w) + tap];
+  }
+}
+
+static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
+  const int thread = thread_index();
+#pragma unroll
+  for (int b = 0; b < TAP_BATCH; b++) {
+    const int i = thread + b * C::threads, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < C::chunk * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / C::kernel_w, tap % C::kernel_w) + i % WEIGHTS] = Scalar::value(v[b]);
+  }
+}
+
+// A tap's weights of a thread.
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS], const Acc* from, int mine) {
+  if constexpr (WEIGHTS == 1) {
+    w[0] = from[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; i += VEC) {
+      const Pack pack = *(const Pack*)(from + i);
+#pragma unroll
+      for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    }
+  }
+}
+
+using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
+
+// A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
+static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
+#pragma unroll C::unroll_w
+  for (int kw = 0; kw < C::kernel_w; kw++) {
+    const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
+#pragma unroll C::unroll_h
+    for (int kh = 0; kh < C::kernel_h; kh++) {
+      Acc w[WEIGHTS];
+      read_weights(w, weights + tap_at(kh, kw), own.mine);
+#pragma unroll
+      for (int r = 0; r < C::rows; r++) {
+        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
+#pragma unroll
+        for (int c = 0; c < C::channels; c++) sum[r][0][0][c] = multiply_add(v, w[c], sum[r][0][0][c]);
+      }
+    }
+  }
+}
+
+static constexpr int POWER = C::out_w & -C::out_w, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = C::out_w / WIDE;
+struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
+
+// Where line `at` of a warp's is in its buffer: eight lanes that write meet eight different places of 128 bytes.
+static __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at : at ^ (at >> 3 & (LINES - 1 & 7)); }
+
+// A warp's runs, UNIT (WIDE or 1) elements a lane and store: element e of a lane's goes to `place` + e, if that is before `left`.
+template <int UNIT>
+static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, i64 place, int left, int lane) {
+  constexpr int UNITS = C::out_w / UNIT;        // of a lane
+#pragma unroll
+  for (int k = 0; k < UNITS; k++) {
+    const int at = k * 32 + lane, element = at % UNITS * UNIT;
+    const i64 of = __shfl_sync(0xffffffffu, place, at / UNITS);
+    const int room = __shfl_sync(0xffffffffu, left, at / UNITS);
+    const Line& line = buffer[swizzled(at / UNITS * LINES + element / WIDE)];
+    if (element >= room) continue;
+    if (UNIT == WIDE) *(Line*)(out + of + element) = line;
+    else out[of + element] = line.v[element % WIDE];
+  }
+}
+
+// A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
+static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
+  if constexpr (LINES == 1) {
+    if (whole && left >= C::out_w) *(Line*)(out + place) = line[0];
+    if (whole && left >= C::out_w) return;
+#pragma unroll
+    for (int e = 0; e < C::out_w; e++)
+      if (e < left) out[place + e] = line[0].v[e];
+  } else {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < LINES; k++) buffer[swizzled(lane * LINES + k)] = line[k];
+    __syncwarp();
+    if (whole) store_turned<WIDE>(out, buffer, place, left, lane);
+    else store_turned<1>(out, buffer, place, left, lane);
+  }
+}
+
+static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
+  const Tile& t = item.tile;
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel;  // channel
+  const int channels = C::to_g - item.channel;
+  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
+  T* to = out + (((i64)t.n * TO + first) * channel_step + t.d * plane);
+  opaque(to);
+  Acc start[C::channels];
+#pragma unroll
+  for (int c = 0; c < C::channels; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+#pragma unroll
+  for (int r = 0; r < C::rows; r++)
+#pragma unroll
+    for (int y = 0; y < C::out_h; y++) {
+      const int row = (t.h + own.ty + r) + y;
+#pragma unroll
+      for (int k = 0; k < C::channels; k++) {
+        const int column = (t.w + own.tx), ahead = k;  // channels
+        Line line[LINES];
+#pragma unroll
+        for (int e = 0; e < C::out_w; e++) {
+          const int c = k, x = e;
+          line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
+        }
+        const int exists = s.w - column;
+        const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
+        store_run(to, line, ((i64)row * s.w + column) + ahead * channel_step, left, whole, buffer, lane);
+      }
+    }
+}
+
+static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
+  Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
+  const int lane = threadIdx.x & 31;
+  const Own own = Base::own_of(threadIdx.x, lane);
+  const Item item = item_of(blockIdx.x, s);
+  Sums sum = {};
+#pragma unroll 1
+  for (int slice = 0; slice < C::kernel_d; slice++) {
+    const int from = slice / C::kernel_d * C::chunk, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+    if (depth < 0) continue;
+    const int channel = item.group * C::from_g + from, left = C::from_g - from;
+    T taps[TAP_BATCH];
+    load_weights(taps, weight, item, from, kd);
+    __syncthreads();                       // the slice before has been read
+    Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
+    store_weights(weights, taps);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = 0; c < C::chunk && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+  }
+  if (LINES > 1) __syncthreads();          // the last slice has been read
+  store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
+}
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::threads, C::min_blocks)
+direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C>::T* __restrict__ weight, const typename Direct<C>::T* __restrict__ bias,
+       typename Direct<C>::T* __restrict__ out, int batch, int from_d, int from_h, int from_w, int d, int h, int w, int tiles_h, int tiles_w, int whole_units) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
+}
 
 // A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 
@@ -432,23 +890,20 @@ struct CursorOf {                                       // a place in the ring, 
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
 };
+
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
+}
 
 // The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
 // warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-
-// Tiles that are dealt out evenly. Where they are few, CLUSTER blocks, which are neighbours and have no other tile, have one together: each a
-// share of its chunks.
-template <class Sizes, int CLUSTER = 1>
-struct DealtOut {
-  __device__ __forceinline__ explicit DealtOut(const Sizes&) {}
-  __device__ __forceinline__ void end() {}
-};
 
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
@@ -508,27 +963,6 @@ struct Told {
   }
 };
 
-// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
-
-enum Precision { TF32, IEEE, FP16, BF16, FP64 };
-
-template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  using Type = u16;
-  using Bits = u16;                                     // as an integer
-  static constexpr int SIZE = 2;
-  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
-};
-struct Float32 {
-  using Type = float;
-  using Bits = u32;
-  static constexpr int SIZE = 4;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-  static __device__ __forceinline__ float value(float v) { return v; }
-};
-template <> struct NumberOf<TF32> : Float32 {};
-template <> struct NumberOf<IEEE> : Float32 {};
-
 // Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
 // variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
 template <class T, int N>
@@ -546,18 +980,11 @@ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
 
 // A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
-// How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
-// borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
-// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
-// its width. (Bulk copies of single rows cost too many clocks each.)
-enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
-
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
 template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
 
 // Tensor maps of the input.
 template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-template <class C> constexpr int MAPS_OF<C, BY_CLASSES> = C::row_classes * C::channel_classes;
 
 template <class C_>
 struct PixelTile {
@@ -566,29 +993,27 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int PARTS = C::precision == IEEE ? 2 : 1;  // of an operand
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int PARTS = 2;  // of an operand
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
 static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
+static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 // Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
 // some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
-static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
-static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;
+static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
+static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
 static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane * C::in_step_w + within / C::plane;
+  return within % C::plane + within / C::plane;
 }
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  int swizzle = (p >> 2) & 1;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -596,17 +1021,9 @@ static __device__ __forceinline__ u32 unit_at(int p, int unit) {
 
 static constexpr int CONSUMERS = 2;
 static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-// C::wgmma: two warpgroups of 56 registers produce, so that the consumers have 200: six warps turn pixels, one loads them,
-// one loads the weights. Else no warpgroup can give its registers away.
-static constexpr int PRODUCER_THREADS = C::wgmma ? 192 : 128;
-static constexpr int PRODUCER_WARPS = PRODUCER_THREADS / 32;
+static constexpr int PRODUCER_WARPS = 192 / 32;
 static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
-static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
-static constexpr bool BOX = C::fetch != BY_THREADS;
-// The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
-// IEEE needs both parts.
-static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;
+static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
 
 // --- what kernels are told --------------------------------------------------------------------------------------------
 
@@ -630,13 +1047,14 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
 static __device__ __forceinline__ int pack_segment(int i) {
   return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
 }
+
 };
 
 // Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
@@ -667,13 +1085,11 @@ struct Walk {
   __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
-    chunk = K::first_chunk();
-    if constexpr (K::SHARES > 1) {}
-    else settle(s);
+    chunk = 0;
+    settle(s);
   }
   __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) {}
-    else return index < s.tiles;
+    return index < s.tiles;
   }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
@@ -697,16 +1113,9 @@ template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);   
 // one stretch. Else C::taps_unrolled taps of a block are a stretch.
 enum Steps { STRAIGHT, LOOPED };
 
-// How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
-enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
-
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
-struct Orders {
-  using Order = DealtOut<Sizes, C::cluster>;
-  using AloneOrder = Order;
-  using LoaderOrder = Order;
-};
+struct Orders;
 template <class C, class Sizes>
 struct Orders<C, Sizes, true> {
   using Order = Told<Sizes, false>;
@@ -721,16 +1130,11 @@ using T = PixelTile<C>;
 using Sizes = typename T::Sizes;
 
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
-static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
-static constexpr int SUBTILES = C::tile_n * C::tile_d * H_SUBTILES * W_SUBTILES;  // of 64 pixels
-static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int WGS_M = C::split == 1 ? 2 : 1;
-static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
+static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
+static constexpr int NB = SUBTILES / 2;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
-static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
+static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * 2;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -741,41 +1145,38 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
   int m = index % C::m_groups, q = index / C::m_groups;
   // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  if (!C::resident && C::variants > 1) m = (m + q) % C::m_groups;
-  t.variant = m % C::variants;
-  t.cout_block = m / C::variants % C::cout_blocks;
-  t.group = m / (C::variants * C::cout_blocks);
+  t.variant = 0;
+  t.cout_block = 0;
+  t.group = m;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * C::tile_d;
-  t.n = q / s.tiles_d * C::tile_n;
+  t.d = q % s.tiles_d;
+  t.n = q / s.tiles_d;
   return t;
 }
 
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = MB - 1) { return ENTRY<C>[variant * (MB + 1) + block + 1]; }
+static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
+static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * STEPS_PER_TAP;
+  return (end_entry(variant, b) - first_entry(variant, b)) * 2;
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
-// A block's chunks of a tile: all, or a share.
-static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
-static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) {}
-  else return chunks_of(variant);
+  return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
 constexpr int PACK_THREADS = 256;
 
+// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+template <int P>
+__device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
 __device__ __forceinline__ u32 operand(float v) {
   return to_tf32(v);
@@ -783,6 +1184,9 @@ __device__ __forceinline__ u32 operand(float v) {
 
 // 16 bytes of neighbouring operands.
 __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
+  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
 
 // An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
 // leaves of it.
@@ -836,30 +1240,18 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
-// Packed; or by boxes of a tensor (channels, taps, channels), whose rows of channels lie along K (of a gradient for the input) or along M (of a
-// forward).
-enum WeightsAs { PACKED, ROWS_ALONG_K, ROWS_ALONG_M };
-
-template <class C>
-constexpr int WEIGHTS_OF = !C::boxed ? PACKED : C::grad_input ? ROWS_ALONG_K : ROWS_ALONG_M;
-
 // Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group * C::cout_blocks + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
-  return packed + before * (G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT);
+  long long before = ((long long)(t.group) + chunk) * G::ENTRIES + G::first_entry(0);
+  return packed + before * (2 * G::FRAGMENT);
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
 
-// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
-// loads fragment i of those that begin there.
-template <class C, int = WEIGHTS_OF<C>>
-struct WeightsOf;
-
 template <class C>
-struct WeightsOf<C, PACKED> {
+struct WeightsOf {
 using G = GatherWork<C>;
 using Memory = const char*;
 struct Source { const char *packed, *at; };
@@ -871,8 +1263,8 @@ static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u3
   copy_bulk(to, from.at, bytes, barrier);
   from.at += bytes;
 }
-static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
+static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
+static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
 };
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
@@ -883,7 +1275,7 @@ template <class C>
 __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
+  constexpr int STEP_BYTES = G::FRAGMENT;
   wait_for_results();                                   // of `pack`
   typename G::AloneOrder order(s);
   CursorOf<C::stages_w> cursor = {0, 1};
@@ -892,14 +1284,14 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-        int left = G::steps_of(t.variant, b);
+      for (int b = 0; b < C::mb; b++) {
+        int left = G::steps_of(0, b);
 #pragma unroll 1
         while (left > 0) {
-          int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
+          int stretch = left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : 2;
           left -= stretch;
 #pragma unroll 1
           for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -915,21 +1307,8 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
-// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
-template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
-struct Fragments {                                      // before sm_90: straight from memory
-using G = GatherWork<C>;
-int part;                                               // this thread's of a fragment
-const char *first, *from;                               // of the tile, and the next
-
-__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int) {}
-};
-
 template <class C>
-struct Fragments<C, true, false> {                      // from the ring
+struct Fragments {                      // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
 u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
@@ -944,7 +1323,7 @@ __device__ __forceinline__ void begin_chunk(int) {}
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
     barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
+    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
     done = empty + cursor.stage * 8;
     cursor.next();
   }
@@ -952,16 +1331,6 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 }
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
@@ -974,14 +1343,42 @@ __device__ __forceinline__ u32 in_hand() const { return done; }
 
 template <class C>
 struct Shuffle {
-static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
+static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
+static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
 
 struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
+
+static __device__ __forceinline__ Line line_at(int line) {
+  return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
+}
+
+struct Row {                                             // of M
+  bool exists;
+  int line, place;                                       // line of its slab, and which of the INNER
+  int channel, d, h, w;                                  // and phases
+};
+
+static __device__ __forceinline__ Row row_at(int row) {
+  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
+  Line line = line_at(number);
+  int place = within % C::inner, channel = line.channel;
+  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, place};
+}
+
+// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
+// has that tap, and whether it exists.
+static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
+  Row of = row_at(row);
+  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
+  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
+  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
+  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
+  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
+}
 };
 
 // Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
 template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
-template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
@@ -994,11 +1391,11 @@ struct GatherPack : PacksUnits<GatherPack<C_>> {
 using C = C_;
 using G = GatherWork<C>;
 using Number = typename G::Number;
-static constexpr int VEC = G::VEC, K = 32 / G::ELEMENT;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = C::store == STORE_PHASES;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
+static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
+static constexpr bool SHUFFLED = false;
+static constexpr int SECOND = SHUFFLED ? C::cout : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = C::m_groups / C::variants * G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * 128;
+static constexpr int PACK_UNITS = C::m_groups * G::ENTRIES * 2 * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -1010,18 +1407,20 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     return found;
   };
   int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
+  const int first = next(8), second = next(4), g = first, q = second;
   if (write.tap_step != 1) entry = next(G::ENTRIES);
-  const int part = next(G::PARTS), k_step = next(G::K_STEPS), warp = next(4), wg = next(G::WGS_M), chunk = next(G::CHUNKS), block = rest;
-  const int cout = (block % C::cout_blocks * G::WGS_M + wg) * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q * (VEC / 4);
-  const int group = block / C::cout_blocks, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) * G::PARTS + part) * G::WGS_M + wg;
+  const int part = next(2), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
+  const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
+  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const long long fragment = (((((long long)block + chunk) * G::ENTRIES + entry) + k_step) * 2 + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
-    const int word = e / (VEC / 4), m = cout + word % 2 * 8, k = cin + word / 2 * VEC + e % (VEC / 4);
+    const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    if constexpr (SHUFFLED) {} else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
+    if constexpr (SHUFFLED) {
+      Shuffle<C>::find_weight(found, m, k);
+    } else {
+      found.first = group * C::cin_g + k;
+      found.second = m;
     }
     return found;
   });
@@ -1041,20 +1440,10 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
-static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
-static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
-// Of the pixels whose bits are `found` those that are read, of a tile whose first column is `w`. Boxes bring zeros for the others.
-static __device__ __forceinline__ u32 existing(u32, int) { return 0xffffffffu; }
-// Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
-// channel c is. All have one phase where they are `aligned`.
-static __device__ __forceinline__ u32 plane_of(const typename PixelTile<C>::Sizes&) { return 0; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
 };
-
-template <class C, int = C::fetch>
-struct Slot;
 
 // --- rows by boxes ----------------------------------------------------------------------------------------------------
 
@@ -1068,37 +1457,25 @@ using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units
 };
 
 template <class C>
-struct Slot<C, BY_BOXES> : BoxedRows<C>::Of {
+struct Slot : BoxedRows<C>::Of {
 using T = PixelTile<C>;
 using Of = typename BoxedRows<C>::Of;
 static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
+  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d, at.channel, at.n};
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * T::ELEMENT;
+  // a column that only fills a plane up
+  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
 };
 
 // The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
 
-// Channels-last pixels, as slots have NCHW's: those whose taps step over columns or rows come as a box for each plane, with the copy engine's
-// element strides.
-template <class C>
-struct PlaneBoxes {
-using T = PixelTile<C>;
-static constexpr int BOXES = C::planes, BYTES = T::STAGE_BYTES;
-static constexpr int COPIED_BYTES = T::SEGMENTS * C::plane * T::ROW_BYTES, BOX_BYTES = T::PLANE_PITCH * T::ROW_BYTES;
-
-static __device__ __forceinline__ constexpr int map(int) { return 0; }
-};
-
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
-template <class C> struct BoxesOf<C, true> : PlaneBoxes<C> {};
 
 // The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
 template <class K, class Maps>
@@ -1106,7 +1483,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
+  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
@@ -1117,7 +1494,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
     for (int r = 0; r < Boxes::BOXES; r++) {
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
+      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
     }
   }
   walk.order.end();
@@ -1129,7 +1506,7 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
 template <class C>
 struct OwnPixels {
 using T = PixelTile<C>;
-static constexpr int COUNT = (T::PIXELS + T::PRODUCER_THREADS - 1) / T::PRODUCER_THREADS;
+static constexpr int COUNT = (T::PIXELS + 192 - 1) / 192;
 
 u32 from[COUNT], ok;                                    // of the places in a slot the low 24 bits; above: the phase
 u32 plane;                                              // channel c of a row begins at (phase + c * plane) % VEC of a unit
@@ -1142,13 +1519,13 @@ static __device__ __forceinline__ int pixel_row(int i) {
 }
 
 __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
-  plane = Slot<C>::plane_of(s);
+  plane = 0;
   ok = 0;
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
-    int p = pixel_row(thread + k * T::PRODUCER_THREADS), segment = p / T::PITCH, within = p % T::PITCH;
+    int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
-    if (thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    if (thread + k * 192 >= T::PIXELS) break;
     const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
@@ -1162,19 +1539,19 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
   using T = PixelTile<C>;
 #pragma unroll
   for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * T::PRODUCER_THREADS);
-    if (T::PIXELS % T::PRODUCER_THREADS && thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
+    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+    if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
     bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
+    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok && (C::cin_g % C::ck == 0 || c < left);
+        bool have = ok;
         u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
@@ -1196,28 +1573,24 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
 template <class C>
 __device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
   int channel = chunk * C::ck;
-  u32 exist = Slot<C>::existing(own.ok, w);
+  u32 exist = 4294967295;
   if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
   else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
 }
 
-template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
-struct Producer;
-
 // NCHW, boxes: slots land, threads turn them.
 template <class K>
-struct Producer<K, false, true> {
+struct Producer {
   using C = typename K::C;
   static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
     int lane = thread & 31;
     Walk<K> now(s);
     CursorOf<C::stages_p> tile = {0, 1};
     OwnPixels<C> own;
-    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), segments, thread);
+    own.locate(x, s, typename K::Source(), segments, thread);
     CursorOf<C::stages_s> slot = {0, 0};
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
       turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
@@ -1226,52 +1599,6 @@ struct Producer<K, false, true> {
     }
   }
 };
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
-
-#define MMA_OF(shape, types) \
-  asm volatile("mma.sync.aligned." shape ".row.col.f32." types ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// Lane (g, t): D[2h + c] is row g + 8h, column 2t + c.
-template <int P>
-__device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  MMA_OF("m16n8k8", "tf32.tf32");
-}
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1, " x6) : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS), "n"(B_TURNED)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      if constexpr (P < FP16) asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-      else if constexpr (P == FP16) asm volatile(WGMMA_TEXT(#n, "k16.f32.f16.f16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-      else asm volatile(WGMMA_TEXT(#n, "k16.f32.bf16.bf16", sums, x0, x1, x2 ", 1, 1, " x3 ", " x4) : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS), "n"(A_TURNED), "n"(B_TURNED)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-WGMMA_WIDTH(56, NUMBERS_0 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", SUMS_FROM(0), FOUR_SUMS(16), FOUR_SUMS(20), FOUR_SUMS(24))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -1283,20 +1610,19 @@ static constexpr int NB = G::NB;
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
-  return {subtile / (W * H * C::tile_d), subtile / (W * H) % C::tile_d,
-          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
+  constexpr int H = C::tile_h;
+  return {subtile / H, 0,
+          subtile % H, 0};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
-  return ((p.n * C::rows_d + p.d * C::row_step_d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
+  return ((p.n * C::rows_d + p.d) * C::rows_h + p.h) * G::PITCH + p.w;
 }
-static constexpr int SUBTILES_AT_ONCE = C::wide ? 2 : 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::sub_h == 8 ? C::row_step_h * G::PITCH : 8;  // pixel rows from one group of eight columns to the next
+static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; C::split == 0 && nb < NB; nb++)
+  for (int nb = 1; nb < NB; nb++)
     if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
@@ -1315,11 +1641,6 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1329,14 +1650,15 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+  const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_AT_ONCE) {
+  for (int nb = 0; nb < NB; nb += 1) {
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
     using Sums = float[SUBTILES_AT_ONCE * 32];
     WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
   }
 }
+
 };
 
 // A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
@@ -1344,7 +1666,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 constexpr int FRAGMENT_SETS = 3;                        // of registers
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = PixelTile<C>::PARTS>
+template <class C, int = C::steps, int PARTS = 2>
 struct ChunkOf;
 
 template <class C>
@@ -1353,7 +1675,6 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1361,37 +1682,13 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
-  if constexpr (C::wgmma) {
-    wgmma_fence();
-    pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
-    wgmma_commit();
-    u32 done = weights.in_hand();
-    if (i + 1 < steps) {
-      weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
-    if (!C::resident && (i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
-  } else {
-    weights.load(a[i % FRAGMENT_SETS], i);
-    pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
-  }
-}
 };
 
 // Many steps: a loop over stretches of some taps of a block.
 
 // C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
 template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-};
+struct StretchOf;
 
 // The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
 // stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
@@ -1400,7 +1697,6 @@ template <class C>
 struct StretchOf<C, 2> : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
-static constexpr int STEPS = C::taps_unrolled * G::K_STEPS;  // of two fragments
 
 // The error also grows with the length of a sum. So sums are kept short, and added with rounding.
 static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
@@ -1409,18 +1705,18 @@ static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       sum[nb][i] += acc[nb][i];
-      if (!C::wgmma) acc[nb][i] = 0.f;                  // wgmma begins a stretch's sums anew
+                  // wgmma begins a stretch's sums anew
     }
 }
 
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[STEPS][4], low[FRAGMENT_SETS][4];
+  u32 high[C::taps_unrolled][4], low[FRAGMENT_SETS][4];
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
   weights.load(high[0], 0);
   weights.load(low[0], 1);
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    int shift = taps[i / G::K_STEPS], k_step = i % G::K_STEPS;
+  for (int i = 0; i < C::taps_unrolled; i++) {
+    int shift = taps[i], k_step = 0;
     u32 done = 0;
     wgmma_fence();
     if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
@@ -1428,19 +1724,19 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
     pixels.template multiply<false>(acc, low[i % FRAGMENT_SETS], shift, k_step, 0, lane);
     wgmma_commit();
     done = weights.in_hand();
-    if (i + 1 < STEPS) {
+    if (i + 1 < C::taps_unrolled) {
       weights.load(high[i + 1], 2 * i + 2);
       weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
     }
-    if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
+    if (i + 1 < C::taps_unrolled) wgmma_wait<1>();
+    if ((i + 1 == C::taps_unrolled || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
   }
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) pixels.template multiply<false>(acc, high[i], taps[i / G::K_STEPS], i % G::K_STEPS, 0, lane);
+  for (int i = 0; i < C::taps_unrolled; i++) pixels.template multiply<false>(acc, high[i], taps[i], 0, 0, lane);
   wgmma_commit();
   wgmma_wait<0>();
-  weights.end_stretch(2 * STEPS);
+  weights.end_stretch(2 * C::taps_unrolled);
   promote(acc, sum);
 }
 };
@@ -1453,7 +1749,7 @@ using Sums = float[G::MB][G::NB][32];
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
 #pragma unroll
-  for (int b = 0; b < G::MB; b++) {
+  for (int b = 0; b < C::mb; b++) {
     int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
 #pragma unroll 1
     for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
@@ -1464,11 +1760,6 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& su
 // Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
 // gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
 
-// `Epilogue<C>::store` stores a consumer's sums of a tile, by way of BUFFER_BYTES of shared memory for each warp. Results are a `Result`: a pointer or
-// a tensor map.
-template <class C, int = C::store>
-struct Epilogue;
-
 // A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
 // RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
 // of all warps that hold these.
@@ -1477,22 +1768,14 @@ struct Runs : Columns<C> {
 using G = GatherWork<C>;
 using P = Columns<C>;
 using Number = typename G::Number;
-static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
-static constexpr int GROUPS = C::run_groups;
-static constexpr int RUN = GROUPS * 8;
-static constexpr int SUBTILES = TALL ? GROUPS : GROUPS / 8;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
+static constexpr int RUN = C::run_groups * 8;
+static constexpr int SUBTILES = C::run_groups / 8;  // neighbours along W that a run crosses
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
 static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
-
-// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
-static __device__ __forceinline__ bool others(int r, int i) {
-  return false;
-}
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
 // after unrolling, and until then the compiler keeps all sums in memory.
@@ -1501,18 +1784,12 @@ static __device__ __forceinline__ constexpr u64 packed_blocks() {
   for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
   return packed;
 }
-static_assert(G::MB < 15, "four bits name a block");
 static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  if constexpr (C::w_subs <= 16) {
-    constexpr u64 packed = packed_blocks();
-    return (int)(packed >> 4 * u & 15) - 1;
-  } else {
-    constexpr auto blocks = table_of<signed char>(C::blocks_of_w);
-    return blocks[u];
-  }
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
 }
 // Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
-static __device__ __forceinline__ float sum_of(const float (&acc)[G::MB][G::NB][32], int u, int nb, int e, float without) {
+static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
   return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
 }
 };
@@ -1533,8 +1810,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[t.variant * C::subs + sub];
-  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
+  slab.od = SUB_D<C>[sub];
+  slab.oh = SUB_H<C>[sub];
   return slab;
 }
 
@@ -1550,50 +1827,44 @@ __device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWo
 
 // A thread's biases, on all of its sums.
 template <class C>
-__device__ __forceinline__ void add_bias(float (&acc)[GatherWork<C>::MB][GatherWork<C>::NB][32], const float (&b)[2]) {
+__device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
 #pragma unroll
-  for (int m = 0; m < GatherWork<C>::MB; m++)
+  for (int m = 0; m < C::mb; m++)
 #pragma unroll
     for (int nb = 0; nb < GatherWork<C>::NB; nb++)
 #pragma unroll
       for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
 }
 
-// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
-// in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
-// are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
-// through the buffer all the same.
-
-struct Run { int n, od, oh; long long before; int own; bool last; };  // of an image's rows a share: outputs before it and its own; whether none follows
-
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
 template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * PixelTile<C>::ELEMENT + 127) / 128 * 128 + (PixelTile<C>::ELEMENT == 4 ? 32 : 48);
+constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * 4 + 127) / 128 * 128 + 32;
 
 template <int UNIT>
 __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
   u32 v[4];
   if constexpr (UNIT == 16) load_shared_128(v, from);
-  else load_shared_64(v, from);
+  else if constexpr (UNIT == 8) load_shared_64(v, from);
+  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
   if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else store_global_64_if(to, v, ok);
+  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
+  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
+  else store_global_16_if(to, v[0], ok);
 }
 
 // How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
 template <class C>
 struct RowStores {
 using T = PixelTile<C>;
-static constexpr int ELEMENT = T::ELEMENT;
 static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
 static constexpr int PITCH = RUN_PITCH<C>;
-static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
 
 // In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
 template <int UNIT>
 static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * ELEMENT / UNIT;
+  constexpr int PER_ROW = OUTPUTS * 4 / UNIT;
 #pragma unroll
   for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
     int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
@@ -1602,7 +1873,7 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
     int r = first + more, at = (index - r * PER_ROW) * UNIT;
     char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
     bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (WHOLE_SLABS || r < rows));
+    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (r < rows));
   }
 }
 
@@ -1610,7 +1881,7 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = C::store_unit == ELEMENT ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
+  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -1622,7 +1893,7 @@ static __device__ __forceinline__ void store_sectors(char* to, long long plane, 
       char* first = to + r * plane;
       at[k] = lane * 4 - ((int)(u64)first & 31);
       row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-      if (!WHOLE_SLABS && r >= rows) at[k] = 1 << 20;
+      if (r >= rows) at[k] = 1 << 20;
     }
     // What follows of a row is at known distances. A place for each output takes a third more instructions.
 #pragma unroll
@@ -1639,35 +1910,30 @@ static __device__ __forceinline__ void store_sectors(char* to, long long plane, 
     }
   }
 }
+
 };
 
 template <class C>
-struct Epilogue<C, STORE_ROWS> : Runs<C> {
+struct Epilogue : Runs<C> {
 using G = GatherWork<C>;
 using R = Runs<C>;
 using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
-static constexpr int ELEMENT = G::ELEMENT;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
-static __device__ __forceinline__ constexpr int together(int unit) { return shifted(unit) ? 1 : 2; }  // outputs that a thread stores to the buffer together
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
 template <int UNIT>
 static __device__ __forceinline__ int order_of(int g, int q) {
-  if (ELEMENT == 2) return C::w_subs % 2 == 0 ? (g & 1) << 1 : 0;
-  int by_column = C::w_subs % 4 == 0 ? q << 1 : C::w_subs % 2 == 0 ? q & 2 : 0;
-  return together(UNIT) == 2 ? by_column : by_column | g >> 2;
+  int by_column = q & 2;
+  return by_column;
 }
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = together(UNIT);
+  constexpr int TOGETHER = 2;
 #pragma unroll
   for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
 #pragma unroll
@@ -1680,40 +1946,39 @@ static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, in
   }
 #pragma unroll
   for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * ELEMENT;
-    if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-      else store_shared_f32(to, v[i]);
+    u32 to = at + (i ^ order) * 4;
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
   }
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
+static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
   int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
-  for (int k = 0; k < R::GROUPS; k++) {
+  for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
     float v[2 * C::w_subs];
 #pragma unroll
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4, order);
   }
 }
 
 // Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
 template <int UNIT>
-static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
-  if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
+  if constexpr (UNIT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
   else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
 // branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
+static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
   OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
@@ -1722,29 +1987,30 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
 #pragma unroll
   for (int r = 0; r < R::COUNT; r++) {
     typename R::Place place = R::place_of(first_subtile + R::first_of(r));
     int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
+    for (int i = 0; i < 1; i++) {
+      int oh = C::out_step_h * (t.h + place.h) + slab.oh;
+      int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      if (R::others(r, i)) continue;
-      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * ELEMENT + ((long long)oh * s.out_w + ow) * ELEMENT;
-      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * ELEMENT;
+      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
+      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         char* first = to + h * 8 * plane;
         int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * Rows::PITCH;
-        if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+        {
+          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else if (is_at<2 * 4>(misaligned)) pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          else pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+        }
         __syncwarp();
       }
     }
@@ -1753,7 +2019,7 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
 
 // Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
 template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -1778,7 +2044,6 @@ static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_u
 // Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
 
 template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-template <class C> constexpr int SLOTS_BYTES<C, true> = 0;
 
 template <class C_>
 struct Gather {
@@ -1790,60 +2055,44 @@ using Chunk = ChunkOf<C>;
 using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
-static constexpr bool IN_TURN = C::split == 2;
-static constexpr bool DRAINED = C::store == STORE_BOXES;
+static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int TILES_AT = 0;
-static constexpr int RING_AT = TILES_AT + C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::WGS_M * G::FRAGMENT;
+static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
+static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
-static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : SLOTS_END;  // where boxes' swizzle begins
-static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
-static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
+static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
+static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
+static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside the stores of outputs without taps that makes some
-  // kernels slower.
-  constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
-  int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = C::split == 0 ? wg * G::NB : 0;
+  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
+  int first_subtile = wg * G::NB;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
   typename G::Order order(s);
-  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = C::claimed && !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
   int following = 0;
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
+  for (int index = order.first(s); index < s.tiles; index = following, turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(t.variant) - G::first_chunk();
-    if (IN_TURN && (turn & 1) != wg) {
-      cursor.move(chunks);
-      weights.skip(t.variant);
-      continue;
-    }
-    float acc[G::MB][G::NB][32], sum[G::MB][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
+    int chunks = G::end_chunk(0);
+    float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
-    for (int b = 0; b < G::MB; b++)
+    for (int b = 0; b < C::mb; b++)
 #pragma unroll
       for (int nb = 0; nb < G::NB; nb++)
 #pragma unroll
         for (int i = 0; i < 32; i++) {
           acc[b][nb][i] = 0.f;
           opaque(acc[b][nb][i]);
-          if (G::PARTS == 2) sum[b][nb][i] = 0.f;
+          sum[b][nb][i] = 0.f;
         }
-    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
@@ -1854,10 +2103,9 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
       Chunk::give_back(last, lane);
     }
     weights.end();
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if (EARLY) following = order.next(index, s);
-    auto& sums = G::PARTS == 2 ? sum : acc;
-    Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
+    following = order.next(index, s);
+    auto& sums = sum;
+    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1874,15 +2122,15 @@ struct Given {
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < PIXEL_BARRIERS; i++) {
-    barrier_init(pixels.full + 8 * i, G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
+  for (int i = 0; i < C::stages_p; i++) {
+    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
+    barrier_init(pixels.empty + 8 * i, 2 * 4);
   }
   for (int i = 0; i < C::stages_w; i++) {
     barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
+    barrier_init(empty_w + 8 * i, 2 * 4);
   }
-  for (int i = 0; i < SLOT_BARRIERS; i++) {
+  for (int i = 0; i < C::stages_s; i++) {
     barrier_init(pixels.landed + 8 * i, 1);
     barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
   }
@@ -1893,10 +2141,10 @@ template <class Maps>
 static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
   int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
   if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
+    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
+  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
     load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (C::wgmma && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
+  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
     stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
   }
 }
@@ -1904,8 +2152,8 @@ static __device__ __forceinline__ void bring(const Given& given, const Maps& map
 template <class Maps>
 static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
   u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
+  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
+  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
   int* segments = (int*)(memory + SEGMENTS_AT);
   s.claims = base + CLAIMS_AT;
   if (threadIdx.x == 0) {
@@ -1916,440 +2164,29 @@ static __device__ __forceinline__ void run(const Given& given, const Maps& maps,
   for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
   __syncthreads();
   int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < G::FIRST_CONSUMER) {
+  if (role < 2) {
     fewer_registers<C::producer_registers>();
     bring(given, maps, s, segments, base, barriers, full_w, empty_w);
   } else {
     wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
     more_registers<C::consumer_registers>();
-    int wg = role - G::FIRST_CONSUMER;
+    int wg = role - 2;
     Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
+    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
   }
 }
 };
 
 // --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
 
-enum Kinds { POINTERS, MAPS, CLUSTER };
-template <class C>
-constexpr int KIND_OF = C::cluster > 1 ? CLUSTER : C::fetch != BY_THREADS ? MAPS : POINTERS;
-
-template <class C, int KIND, bool = KIND_OF<C> == KIND> struct OnlyIf {};
-template <class C, int KIND> struct OnlyIf<C, KIND, true> { using Kernel = void; };
-
 // `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
 template <class C>
-__global__ typename OnlyIf<C, MAPS>::Kernel __launch_bounds__(PixelTile<C>::THREADS, 1)
+__global__ void __launch_bounds__(PixelTile<C>::THREADS, 1)
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
-}
-
-// How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
-
-typedef long long i64;
-
-template <class T_, class Acc_>
-struct ScalarTypes {
-    using T = T_;      // of tensors
-    using Acc = Acc_;  // of sums
-    static constexpr int VEC = 16 / (int)sizeof(Acc);  // accumulators in 16 bytes
-    struct alignas(16) Pack {
-        Acc v[VEC];
-    };
-};
-
-template <int P>
-struct ScalarOf : ScalarTypes<u16, float> {  // float16 and bfloat16
-};
-template <class V>
-struct Unchanged : ScalarTypes<V, V> {
-    static __device__ __forceinline__ V value(V v) { return v; }
-    static __device__ __forceinline__ V stored(V v) { return v; }
-};
-template <> struct ScalarOf<IEEE> : Unchanged<float> {};
-template <> struct ScalarOf<FP64> : Unchanged<double> {};
-
-__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
-
-__device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
-
-// What the kernels of direct.cu and direct_weight.cu share: cells, and a tile of one tensor in shared memory.
-//
-// Along an axis the staged tensor (source) and the other one meet where, for cell j, phase t and tap k,
-//   forward     output j * stride + t = input (j + shift) * stride + k * dilation - padding
-//   gradients   input j = the one whose tap k meets the output's gradient at j * stride + shift, shift = k * dilation - padding
-// So a cell is `out` results and cells are `in` sources apart: (stride, 1) of the forward, (1, stride) of the gradients.
-//
-// A block brings what tile_h x tile_w cells need of a slice of the source (`chunk` channels of an image, at a depth) into shared memory, in
-// whole units and once; taps read it there. A thread takes `rows` cells, one below the other.
-//   Lanes are columns: those of the source lie in `in_w` planes of equal residue, so that lanes read neighbours at any stride.
-//   lanes_are_channels (depthwise, channels_last): a pixel's channels are neighbours as they are in memory.
-
-template <bool IN_WORDS, class T> struct LoadedWord { using Type = T; };
-template <class T> struct LoadedWord<true, T> { using Type = u32; };
-
-template <class C_>
-struct DirectTile {
-using C = C_;
-using Scalar = ScalarOf<C::precision>;
-using T = typename Scalar::T;
-using Acc = typename Scalar::Acc;
-using Pack = typename Scalar::Pack;
-static constexpr int VEC = Scalar::VEC;
-static constexpr int ELEMENT = sizeof(T);
-static constexpr bool BY_CHANNELS = C::lanes_are_channels;
-
-static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
-static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
-static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
-static constexpr int CHUNK = C::chunk;
-static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
-static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
-
-// The phase of tap `k`, and its source from a cell's first one on.
-static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
-  return C::forward ? floor_mod(k * dilation - padding, stride) : 0;
-}
-static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
-  return C::forward ? (phase_of(k, stride, dilation, padding) + padding - k * dilation) / stride : k * dilation - padding;
-}
-static __device__ constexpr int column_of_tap(int k) { return SHIFT + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
-static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
-
-// Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
-static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * LANES : C::in_w * C::plane_pitch;
-static constexpr int CHANNEL_WORDS = SPAN_H * ROW_PITCH, TILE_WORDS = (CHUNK * CHANNEL_WORDS + 3) / 4 * 4;
-static __device__ __forceinline__ constexpr int column_at(int c) {
-  return BY_CHANNELS ? c * LANES : c % C::in_w * C::plane_pitch + c / C::in_w;
-}
-
-// Of the source, and of the other tensor, whose cells are divided into tiles.
-struct Sizes {
-  int batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w;
-};
-
-struct Tile { int n, d, h, w; };           // first cell
-
-static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
-  Tile t;
-  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
-  t.d = index % s.d;
-  t.n = index / s.d;
-  return t;
-}
-
-// The slice of the source that a tile and a tap along D meet; -1 for none.
-static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
-  int depth = C::forward ? d + C::padding_d - kd * C::dilation_d : d * C::stride_d + kd * C::dilation_d - C::padding_d;
-  if (C::forward && depth % C::stride_d) return -1;
-  if (C::forward) depth /= C::stride_d;
-  return (u32)depth < (u32)s.from_d ? depth : -1;
-}
-
-// The thread's index, anew: else every place of a batch, the same for all tiles, would be kept in registers between them.
-static __device__ __forceinline__ int thread_index() {
-  int index = threadIdx.x;
-  OPAQUE(index);
-  return index;
-}
-
-// What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
-struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
-static __device__ __forceinline__ Own own_of(int place, int lane) {
-  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = LANES < 32 && lane >= LANES ? LANES - 1 : lane;
-  return {tx, ty, ty * C::in_h * ROW_PITCH + (BY_CHANNELS ? tx * C::in_w * LANES + mine : tx), mine};
-}
-
-// Elements that are loaded together, in words where there are some.
-static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
-struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
-static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
-  return Scalar::value(unit.v[k]);
-}
-
-// Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
-// rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
-static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
-static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
-static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
-
-// Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
-// first on.
-struct Place { int to; i64 offset; bool in; };
-static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
-}
-
-// A unit's elements to shared memory, from that of element `at` of a row on.
-static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
-#pragma unroll
-  for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
-}
-
-// What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
-// beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
-static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
-  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
-  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
-  const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
-  const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
-  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
-#pragma unroll 1
-  for (int round = 0; round < ROUNDS_W; round++) {
-    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
-    if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
-    if (VECTOR == 1 || whole) {
-      const Place in_row = place_in_row(at, w, left, line, s);
-#pragma unroll 1
-      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
-        const T* place = from + c * pixels + (h + first) * line + in_row.offset;
-        Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
-        int row = h + first;
-#pragma unroll 1
-        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
-          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
-          const T* of_plane = place;
-#pragma unroll
-          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
-            const T* of_row = of_plane;
-#pragma unroll
-            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
-              opaque(of_row);
-              unit[j][b] = {};
-              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
-              if (exists) unit[j][b] = *(const Loaded*)of_row;
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < BATCH_C; j++)
-#pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
-              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
-              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
-              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
-            }
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
-#pragma unroll 1
-        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
-#pragma unroll
-          for (int k = 0; k < VECTOR; k++) {
-            const Place place = place_in_row(at + k, w, left, line, s);
-            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
-            tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
-          }
-    }
-  }
-}
-};
-
-// The forward and the gradient for the input on CUDA cores: depthwise layers, few channels and float64.
-//
-//   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
-//   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
-//
-// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
-// tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
-// unrolled.
-//
-// Stores. A lane's neighbouring results are a run. Where a run is one vector a lane stores it. Else runs go through shared memory,
-// so that lanes store neighbours; stored as they are, or exchanged by pairs of lanes, they take more than twice as long.
-
-template <class C_>
-struct Direct : DirectTile<C_> {
-using C = C_;
-using Base = DirectTile<C>;
-using typename Base::Scalar; using typename Base::T; using typename Base::Acc; using typename Base::Pack;
-using typename Base::Sizes; using typename Base::Tile; using typename Base::Own;
-using Base::VEC; using Base::ELEMENT; using Base::BY_CHANNELS; using Base::TO; using Base::LANES; using Base::CHANNELS; using Base::ROWS; using Base::CHUNK;
-using Base::KERNEL_H; using Base::KERNEL_W; using Base::THREADS; using Base::CHANNEL_BLOCKS;
-using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
-static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
-static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
-
-// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
-static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
-static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
-static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
-}
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
-static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
-
-// What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
-struct Item {
-  Tile tile;
-  int group, channel;
-};
-
-static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
-  Item item;
-  const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
-  item.group = 0;
-  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
-  // A channel's tiles are neighbours: what their halos share comes from L2.
-  const u32 tiles = s.tiles_w * s.tiles_h * s.d;
-  item.group = index / tiles % C::groups;
-  item.tile = Base::tile_of(index % tiles, s);
-  item.tile.n = index / tiles / C::groups;
-  return item;
-}
-
-// A slice's weights, of the source's channels from `from` on.
-static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* weight, const Item& item, int from, int kd) {
-  const int thread = thread_index();
-#pragma unroll
-  for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
-    const int own = i % WEIGHTS, to = item.channel + own;
-    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
-    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
-    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
-    v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
-  }
-}
-
-static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[TAP_BATCH]) {
-  const int thread = thread_index();
-#pragma unroll
-  for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
-    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
-  }
-}
-
-// A tap's weights of a thread.
-static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
-  #pragma unroll
-  for (int i = 0; i < WEIGHTS_READ; i += VEC) {
-    const Pack pack = *(const Pack*)(from + i);
-#pragma unroll
-    for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
-  }
-}
-
-using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
-
-// A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
-static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
-#pragma unroll C::unroll_w
-  for (int kw = 0; kw < KERNEL_W; kw++) {
-    const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
-    const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
-#pragma unroll C::unroll_h
-    for (int kh = 0; kh < KERNEL_H; kh++) {
-      const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      Acc w[WEIGHTS_READ];
-      read_weights(w, weights + tap_at(kh, kw), own.mine);
-#pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
-#pragma unroll
-        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
-      }
-    }
-  }
-}
-
-// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
-static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
-static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
-static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
-static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
-static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
-struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
-
-// A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
-static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
-  if (whole && left >= RUN) *(Line*)(out + place) = line[0];
-    if (whole && left >= RUN) return;
-#pragma unroll
-    for (int e = 0; e < RUN; e++)
-      if (e < left) out[place + e] = line[0].v[e];
-}
-
-static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
-  const Tile& t = item.tile;
-  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w % WIDE * TO : C::to_g : s.w) % WIDE == 0;
-  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
-  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
-  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
-  const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
-  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
-  opaque(to);
-  Acc start[CHANNELS];
-#pragma unroll
-  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int y = 0; y < CELL_H; y++) {
-      const int row = (t.h + own.ty + r) * C::out_h + y;
-#pragma unroll
-      for (int k = 0; k < RUNS; k++) {
-        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
-        Line line[LINES];
-#pragma unroll
-        for (int e = 0; e < RUN; e++) {
-          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
-          line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
-        }
-        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? min(s.w - column, CELL_W) * CHANNELS : channels;
-        const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
-      }
-    }
-}
-
-static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
-  Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
-  const int lane = threadIdx.x & 31;
-  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
-  const Item item = item_of(blockIdx.x, s);
-  Sums sum = {};
-#pragma unroll 1
-  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
-    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
-    if (depth < 0) continue;
-    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
-    T taps[TAP_BATCH];
-    load_weights(taps, weight, item, from, kd);
-    __syncthreads();                       // the slice before has been read
-    Base::stage(tile, source, item.tile, depth, channel, left, whole_units, s);
-    store_weights(weights, taps);
-    __syncthreads();
-#pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
-  }
-  if (LINES > 1) __syncthreads();          // the last slice has been read
-  store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
-}
-};
-
-template <class C>
-__global__ void __launch_bounds__(C::threads, C::min_blocks)
-direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C>::T* __restrict__ weight, const typename Direct<C>::T* __restrict__ bias,
-       typename Direct<C>::T* __restrict__ out, int batch, int from_d, int from_h, int from_w, int d, int h, int w, int tiles_h, int tiles_w, int whole_units) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  Direct<C>::run(memory, source, weight, bias, out, {batch, from_d, from_h, from_w, d, h, w, tiles_h, tiles_w}, whole_units);
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2364,18 +2201,15 @@ using C = C_;
 using Number = NumberOf<C::precision>;
 using Bits = typename Number::Bits;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int ELEMENT = 4;
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
-static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
-static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
+static constexpr int SET_TAPS = C::taps_h * C::taps_w;
+static constexpr int SETS = C::sets_d * C::sets_h;
 static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
-static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
-static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
-static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
+static constexpr int TILES = SETS * C::groups;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
@@ -2385,10 +2219,10 @@ static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int X_ROWS = C::tile_n * X_ROWS_H;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
+static constexpr int G_ROWS = C::tile_n * CLASS_ROWS;
+static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2406,38 +2240,36 @@ struct Work {                              // of a block
 
 static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
-  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
-  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
-  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
+  c.w = i % s.tiles_w * C::tile_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * C::tile_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d;
+  c.n = i / s.tiles_d * C::tile_n;
   return c;
 }
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+  return {c.n, c.d * C::step_d + work.tap_d - C::padding_d, c.h * C::step_h + work.tap_h - C::padding_h,
+          c.w * C::step_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
 static __device__ __forceinline__ int take_work(Work& work, int index) {
   int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
-  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
-  work.group = index % C::groups;
-  work.tap_w = set % C::sets_w * C::taps_w;
-  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
-  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  work.co = 0;  work.ci = 0;  work.group = index % C::groups;
+  work.tap_w = 0;
+  work.tap_h = set % C::sets_h * C::taps_h;
+  work.tap_d = set / C::sets_h;
   return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows x_row(int r) { return {r / X_ROWS_H, 0, r % X_ROWS_H}; }
+static __device__ __forceinline__ int g_row_h(int h) { return h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
-  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h;
+  return {r / C::g_rows_h, 0, g_row_h(h)};
 }
 };
 
@@ -2463,7 +2295,7 @@ struct WgradCopies {
 using Bits = typename S::Bits;
 using Rows = typename S::Rows;
 using Place = typename S::Chunk;
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
+static constexpr int ELEMENT = 4, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
 
 static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
   copy_rows(tensor, memory, at, channel, left, to, thread);
@@ -2479,18 +2311,18 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
+    u32 offset = (c * PITCH + unit * VEC) * 4;
 #pragma unroll 1
     for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
       Rows of = Operand::row(r * ROWS_H);
       int n = at.n + of.n, d = at.d + of.d;
       bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * 4;
 #pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
+      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * 4) {
         int h = at.h + Operand::row_h(rh);
-        const char* from = base + (long long)h * (memory.w * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        const char* from = base + (long long)h * (memory.w * 4);
+        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / 4;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -2511,9 +2343,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
   for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
+    u32 first = (u32)((u64)tensor / 4) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
-    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * 4);
     if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
     if (end > 0 && end < Operand::UNITS * VEC)
@@ -2593,9 +2425,9 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
 
 // Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr bool ROWS = true;
   constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
   else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
 }
 
@@ -2609,7 +2441,7 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 #pragma unroll 1
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const int first = share.begin(co / 4), end = share.end(co / 4) < 8 ? share.end(co / 4) : 8;
     const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
 #pragma unroll 4
@@ -2626,8 +2458,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 
 // Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
 __device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
+  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
+  ci += 0, co += 0;
   bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
   return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
@@ -2641,8 +2473,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
   Run<u32, V> single;
 #pragma unroll
   for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
-  else *(Run<u32, V>*)((u32*)out + to) = single;
+  *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 
@@ -2691,22 +2522,16 @@ using Chunk = typename S::Chunk;
 using Work = typename S::Work;
 using Rows = typename S::Rows;
 
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
-static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
+static constexpr int ELEMENT = 4, VEC = S::VEC;
 static constexpr int WARPS = 8, THREADS = WARPS * 32;
-static constexpr int WARPS_M = C::block_ci / C::warp_m;
-static constexpr int WARPS_N = C::block_co / C::warp_n;
-static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
+static constexpr int X_BYTES = S::X_ROWS * C::block_ci * C::x_pitch * 4;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
 static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
-static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
-static constexpr int PARTS = PROMOTES ? 2 : 1;
+static constexpr int PARTS = 2;
 
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
@@ -2723,8 +2548,8 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin, C::cin, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout, C::cout, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -2743,25 +2568,24 @@ struct Half {                              // of a step's K
 };
 
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
+  int strip = step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * C::g_rows_d;
+  half.row_n = at.n;
   half.row_d = at.d * C::q_rows_d;
   half.row_h = at.h * C::q_rows_h;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-  half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
+  half.column = strip % W_STRIPS * 8 + (4 * k);
+  half.x_at = row * C::block_ci * C::x_pitch + half.column;
   return half;
 }
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int d = half.row_d + td, h = half.row_h + th;
   int row = (half.row_n + d) * C::g_rows_h + h;
-  int image = half.row_n / C::g_rows_d;
-  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int image = half.row_n;
+  int at_d = d;
+  int at_h = h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -2778,64 +2602,56 @@ static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int 
 template <int REGISTERS>
 static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
   parts[0][r] = to_tf32_quick(__uint_as_float(v));
-  parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
+  if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
 }
 
 static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
   const u32* xs = (const u32*)stage;
 #pragma unroll
-  for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
     for (int r = 0; r < 4; r++) {
-      int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
+      int m = of.m + (r & 1) * 8 + of.g, k = r >> 1;
       u32 v;
-      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
-      set_parts(a[i], r, v);
+      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (of.q), 1);
+      set_parts(a[0], r, v);
     }
 }
 
 static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
   const u32* gs = (const u32*)(stage + X_BYTES);
 #pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
     for (int k = 0; k < 2; k++) {
-      int n = of.n + j * 8 + of.g;
+      int n = of.n + of.g;
       u32 v;
-      v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
-      set_parts(b[j], k, v);
+      v = element_pair(gs, base[k] + n * C::g_pitch + (of.q) * C::step_w + tw, C::step_w);
+      set_parts(b[0], k, v);
     }
 }
 
 static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
-#pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++) {
-      // the small products first
-        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
-        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
-      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
+  {
+      if constexpr (PARTS == 2) {  // the small products first
+        mma_of<C::precision>(acc[0][0], a[0][1], b[0][0][0], b[0][0][1]);
+        mma_of<C::precision>(acc[0][0], a[0][0], b[0][1][0], b[0][1][1]);
+      }
+      mma_of<C::precision>(acc[0][0], a[0][0], b[0][0][0], b[0][0][1]);
     }
 }
 
 // One chunk of a stage: all its steps that are this warp's.
 static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
 #pragma unroll 1
-  for (int step = of.k; step < STEPS; step += WARPS_K) {
+  for (int step = of.k; step < STRIPS; step += WARPS) {
     const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
     u32 a[M_FRAGMENTS][PARTS][4];
     load_x(a, stage, half, of);
 #pragma unroll
-    for (int td = 0; td < C::taps_d; td++)
-#pragma unroll
       for (int th = 0; th < C::taps_h; th++) {
-        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
+        const int base[2] = {g_at(half[0], 0, th, s, of.g_phase), g_at(half[1], 0, th, s, of.g_phase)};
 #pragma unroll
         for (int tw = 0; tw < C::taps_w; tw++) {
           u32 b[N_FRAGMENTS][PARTS][2];
           load_g(b, stage, base, tw, of);
-          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
+          multiply(acc[th * C::taps_w + tw], a, b);
         }
       }
   }
@@ -2848,30 +2664,26 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  int first_x = work.group * C::cin, first_g = work.group * C::cout;
   bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
   if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
   if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
   if (borders_x || borders_g) __syncthreads();
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
   int channel_x = first_x + of.g, channel_g = first_g + of.g;
-  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
-  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
+  of.x_phase = (u32)((u64)x / 4) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
+  of.g_phase = (u32)((u64)g / 4) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
 }
 
 // The warp's part of its record: each part of K has one.
 static __device__ __forceinline__ void store(const Sums& sums, char* records, const Lane& of) {
-  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS_K + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
+  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
 #pragma unroll
   for (int tap = 0; tap < S::SET_TAPS; tap++)
 #pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float* pair = &sums[tap][i][j][2 * h];
-          *(float2*)(record + S::sum_at(tap, of.m + i * 16 + of.g + 8 * h, of.n + j * 8 + 2 * of.q)) = make_float2(pair[0], pair[1]);
+          const float* pair = &sums[tap][0][0][2 * h];
+          *(float2*)(record + S::sum_at(tap, of.m + of.g + 8 * h, of.n + 2 * of.q)) = make_float2(pair[0], pair[1]);
         }
 }
 
@@ -2879,7 +2691,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
   Work work;
   int split = S::take_work(work, blockIdx.x);
   int thread = threadIdx.x, warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  Lane of = {lane, lane >> 2, lane & 3, warp / (WARPS_K * WARPS_N) * C::warp_m, warp / WARPS_K % WARPS_N * C::warp_n, warp % WARPS_K, 0, 0};
+  Lane of = {lane, lane >> 2, lane & 3, warp / WARPS * C::warp_m, 0, warp % WARPS, 0, 0};
   int begin = split * s.per_split, end = begin + s.per_split < s.chunks ? begin + s.per_split : s.chunks;
 
   Sums acc = {}, sum = {};
@@ -2894,7 +2706,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
     __syncthreads();
     begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
     multiply_chunk(acc, stage, s, of);
-    #pragma unroll
+#pragma unroll
     for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
       (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
       (&acc[0][0][0][0])[e] = 0.f;
@@ -2919,22 +2731,18 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 8, first_w = -1, columns = 67, plane = 67, plane_barriers = 1, precision = 1, cin = 32;
-  static constexpr int ck = 8, tile_n = 1, tile_d = 1, tile_h = 2, tile_w = 64, in_step_d = 1, in_step_h = 1;
-  static constexpr int in_step_w = 1, rows_d = 2, rows_h = 4, row_step_d = 1, row_step_h = 1, offsets_d[2] = {0, 1};
-  static constexpr int offsets_h[4] = {-1, 0, 1, 2}, planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0;
-  static constexpr int first_h = -1, box_units = 18, column_pad = 3, cout_g = 8, split = 0, mb = 2, subs = 4;
-  static constexpr int rows_per_sub = 16, cout_blocks = 1, m_groups = 4, w_stage = 6, ring_fragments = 42;
-  static constexpr int out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 32, taps = 105, sub_h = 1, sub_w = 64;
-  static constexpr int w_subs = 2, blocks_of_w[2] = {0, 1}, variants = 1, subs_d[4] = {0, 0, 1, 1};
+  static constexpr int cin_g = 8, first_w = -1, columns = 67, plane = 67, precision = 1, cin = 32, ck = 8, tile_n = 1;
+  static constexpr int tile_h = 2, tile_w = 64, rows_d = 2, rows_h = 4, offsets_d[2] = {0, 1};
+  static constexpr int offsets_h[4] = {-1, 0, 1, 2}, planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = -1;
+  static constexpr int box_units = 18, column_pad = 3, cout_g = 8, mb = 2, subs = 4, rows_per_sub = 16, m_groups = 4;
+  static constexpr int w_stage = 6, ring_fragments = 42, out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 32;
+  static constexpr int taps = 105, w_subs = 2, blocks_of_w[2] = {0, 1}, subs_d[4] = {0, 0, 1, 1};
   static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, stages_w = 7, steps = 1, taps_unrolled = 6;
   static constexpr int entries[3] = {0, 18, 42};
   static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
-  static constexpr int run_groups = 8, store = 0, store_unit = 0, cluster = 1, producer_registers = 72;
-  static constexpr int consumer_registers = 184;
-  static constexpr bool wgmma = true, channels_last = false, strided_box = false, wide = false, resident = false;
-  static constexpr bool grad_input = false, bare = false, boxed = false, claimed = true;
+  static constexpr int run_groups = 8, store_unit = 16, producer_registers = 72, consumer_registers = 184;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2943,12 +2751,12 @@ struct Forward {
 
 struct GradInput {
   static constexpr int kernel_d = 3, kernel_h = 5, kernel_w = 7, stride_d = 2, stride_h = 2, stride_w = 2;
-  static constexpr int dilation_d = 1, dilation_h = 1, dilation_w = 1, padding_d = 1, padding_h = 2, padding_w = 3;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4;
-  static constexpr int channels = 8, chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3;
-  static constexpr int span_h = 19, span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32;
-  static constexpr int min_blocks = 4, unroll_h = 5, unroll_w = 1;
-  static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
+  static constexpr int dilation_h = 1, dilation_w = 1, padding_d = 1, padding_h = 2, padding_w = 3, precision = 1;
+  static constexpr int lanes = 1, groups = 4, from_g = 8, to_g = 8, tile_h = 8, tile_w = 16, rows = 4, channels = 8;
+  static constexpr int chunk = 8, in_h = 2, in_w = 2, out_h = 1, out_w = 1, min_h = -2, min_w = -3, span_h = 19;
+  static constexpr int span_w = 40, first_w = 1, plane_pitch = 21, vector = 4, batch = 20, threads = 32, min_blocks = 4;
+  static constexpr int unroll_h = 5, unroll_w = 1;
+  static constexpr bool channels_last = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -2958,13 +2766,12 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_columns = 37;
-  static constexpr int g_units = 10, g_pitch = 44, tile_n = 2, kernel_d = 3, step_d = 2, dilation_d = 1, padding_d = 1;
-  static constexpr int taps_d = 1, sets_d = 3, tile_d = 1, kernel_h = 5, step_h = 2, dilation_h = 1, padding_h = 2;
-  static constexpr int taps_h = 2, sets_h = 3, tile_h = 8, kernel_w = 7, step_w = 2, dilation_w = 1, padding_w = 3;
-  static constexpr int taps_w = 7, sets_w = 1, tile_w = 16, apart_d = 1, g_rows_d = 1, q_rows_d = 2, tap_rows_d = 1;
-  static constexpr int apart_h = 1, g_rows_h = 16, q_rows_h = 2, tap_rows_h = 1, warp_m = 16, warp_n = 8, x_units = 4;
-  static constexpr int x_pitch = 20, stack = 1, row_classes = 1;
-  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
+  static constexpr int g_units = 10, g_pitch = 44, tile_n = 2, kernel_d = 3, step_d = 2, padding_d = 1, sets_d = 3;
+  static constexpr int kernel_h = 5, step_h = 2, dilation_h = 1, padding_h = 2, taps_h = 2, sets_h = 3, tile_h = 8;
+  static constexpr int kernel_w = 7, step_w = 2, dilation_w = 1, padding_w = 3, taps_w = 7, tile_w = 16, q_rows_d = 2;
+  static constexpr int g_rows_h = 16, q_rows_h = 2, warp_m = 16, warp_n = 8, x_units = 4, x_pitch = 20, stack = 1;
+  static constexpr int row_classes = 1;
+  static constexpr bool channels_last = false;
 };
 
 }  // namespace kernels
@@ -3190,6 +2997,12 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
+def wide(t: Tensor, multiple: int) -> Tensor:
+    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
+    more = -t.shape[-1] % multiple
+    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
@@ -3200,9 +3013,10 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         return out
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
-        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build(True).forward(x, weight, bias, out, *launch)
-        return out
+        result = wide(out, 4)
+        launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
+        build(True).forward(x, weight, bias, result, *launch)
+        return out if result is out else out.copy_(result[..., : out.shape[-1]])
     x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)

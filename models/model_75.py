@@ -27,7 +27,7 @@ Kernels:
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
 
-Measured by `upconv bench --suite kernelbench --exported models`.
+Measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations
@@ -273,6 +273,10 @@ __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, fl
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
+// The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
+// fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
+__device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
+__device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
@@ -297,36 +301,19 @@ __device__ __forceinline__ u32 to_tf32_quick(float v) {
 __device__ __forceinline__ u32 low_part(float v, u32 high) {
   return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high));
 }
-// Two by one instruction, the first in the low half.
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-__device__ __forceinline__ u32 bfloat_pair(float low, float high) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
 
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
 
 template <int P>
-struct NumberOf {                                       // float16 and bfloat16
-  using Type = u16;
-  using Bits = u16;                                     // as an integer
-  static constexpr int SIZE = 2;
-  static __device__ __forceinline__ u32 pair(float low, float high) { return P == FP16 ? half_pair(low, high) : bfloat_pair(low, high); }
-};
+struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
-  static constexpr int SIZE = 4;
   static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
+  static __device__ __forceinline__ float value(float v) { return v; }
 };
-template <> struct NumberOf<TF32> : Float32 {};
 template <> struct NumberOf<IEEE> : Float32 {};
 
 // How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
@@ -344,17 +331,16 @@ struct ScalarTypes {
 };
 
 template <int P>
-struct ScalarOf : ScalarTypes<u16, float> {  // float16 and bfloat16
-};
+struct ScalarOf;
 template <class V>
 struct Unchanged : ScalarTypes<V, V> {
     static __device__ __forceinline__ V value(V v) { return v; }
     static __device__ __forceinline__ V stored(V v) { return v; }
 };
 template <> struct ScalarOf<IEEE> : Unchanged<float> {};
-template <> struct ScalarOf<FP64> : Unchanged<double> {};
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
 __device__ constexpr int floor_mod(int a, int b) { return (a % b + b) % b; }
 
@@ -386,12 +372,10 @@ static constexpr bool BY_CHANNELS = C::lanes_are_channels;
 
 static constexpr int FROM = C::groups * C::from_g, TO = C::groups * C::to_g;  // channels of the source and of the other tensor
 static constexpr int LANES = C::lanes, CHANNELS = C::channels, ROWS = C::rows;  // channels of a block's lanes, and of a thread
-static constexpr int TILE_H = C::tile_h, TILE_W = C::tile_w, SPAN_H = C::span_h, SPAN_W = C::span_w, SHIFT = C::first_w;
-static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_d * KERNEL_H * KERNEL_W;
-static constexpr int THREADS = C::threads, WARPS = THREADS / 32, VECTOR = C::vector;
+static constexpr int KERNEL_H = C::kernel_h, KERNEL_W = C::kernel_w, TAPS = C::kernel_h * C::kernel_w;
+static constexpr int THREADS = C::threads, WARPS = C::threads / 32, VECTOR = C::vector;
 static constexpr int CHUNK = C::chunk;
-static constexpr bool PIXELS = C::channels_last && !BY_CHANNELS;  // whose channels are neighbours in memory, not in the tile
-static constexpr int CHANNEL_BLOCKS = BY_CHANNELS ? (TO + LANES - 1) / LANES : (C::to_g + CHANNELS - 1) / CHANNELS;  // there of a group
+static constexpr int CHANNEL_BLOCKS = (C::to_g + C::channels - 1) / C::channels;  // there of a group
 
 // The phase of tap `k`, and its source from a cell's first one on.
 static __device__ constexpr int phase_of(int k, int stride, int dilation, int padding) {
@@ -400,14 +384,14 @@ static __device__ constexpr int phase_of(int k, int stride, int dilation, int pa
 static __device__ constexpr int shift_of(int k, int stride, int dilation, int padding) {
   return C::forward ? (phase_of(k, stride, dilation, padding) + padding - k * dilation) / stride : k * dilation - padding;
 }
-static __device__ constexpr int column_of_tap(int k) { return SHIFT + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
+static __device__ constexpr int column_of_tap(int k) { return C::first_w + shift_of(k, C::stride_w, C::dilation_w, C::padding_w) - C::min_w; }
 static __device__ constexpr int row_of_tap(int k) { return shift_of(k, C::stride_h, C::dilation_h, C::padding_h) - C::min_h; }
 
 // Words of shared memory from row to row of the tile, from channel to channel of a chunk and of all, and where a column of a row lies.
-static constexpr int ROW_PITCH = BY_CHANNELS ? SPAN_W * LANES : C::in_w * C::plane_pitch;
-static constexpr int CHANNEL_WORDS = SPAN_H * ROW_PITCH, TILE_WORDS = (CHUNK * CHANNEL_WORDS + 3) / 4 * 4;
+static constexpr int ROW_PITCH = C::in_w * C::plane_pitch;
+static constexpr int CHANNEL_WORDS = C::span_h * ROW_PITCH, TILE_WORDS = (C::chunk * CHANNEL_WORDS + 3) / 4 * 4;
 static __device__ __forceinline__ constexpr int column_at(int c) {
-  return BY_CHANNELS ? c * LANES : c % C::in_w * C::plane_pitch + c / C::in_w;
+  return c % C::in_w * C::plane_pitch + c / C::in_w;
 }
 
 // Of the source, and of the other tensor, whose cells are divided into tiles.
@@ -419,8 +403,8 @@ struct Tile { int n, d, h, w; };           // first cell
 
 static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
   Tile t;
-  t.w = index % s.tiles_w * TILE_W;  index /= s.tiles_w;
-  t.h = index % s.tiles_h * TILE_H;  index /= s.tiles_h;
+  t.w = index % s.tiles_w * C::tile_w;  index /= s.tiles_w;
+  t.h = index % s.tiles_h * C::tile_h;  index /= s.tiles_h;
   t.d = index % s.d;
   t.n = index / s.d;
   return t;
@@ -428,9 +412,8 @@ static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
 
 // The slice of the source that a tile and a tap along D meet; -1 for none.
 static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
-  int depth = C::forward ? d + C::padding_d - kd * C::dilation_d : d * C::stride_d + kd * C::dilation_d - C::padding_d;
-  if (C::forward && depth % C::stride_d) return -1;
-  if (C::forward) depth /= C::stride_d;
+  int depth = C::forward ? d - kd : d + kd;
+  if (C::forward)
   return (u32)depth < (u32)s.from_d ? depth : -1;
 }
 
@@ -444,94 +427,99 @@ static __device__ __forceinline__ int thread_index() {
 // What a thread takes: `rows` cells from (ty, tx) on, and where their first word of the tile lies.
 struct Own { int tx, ty, at, mine; };      // mine: its channel, of those of a block
 static __device__ __forceinline__ Own own_of(int place, int lane) {
-  const int tx = place % TILE_W, ty = place / TILE_W * ROWS, mine = LANES < 32 && lane >= LANES ? LANES - 1 : lane;
-  return {tx, ty, ty * C::in_h * ROW_PITCH + (BY_CHANNELS ? tx * C::in_w * LANES + mine : tx), mine};
+  const int tx = place % C::tile_w, ty = place / C::tile_w * C::rows, mine = lane >= LANES ? LANES - 1 : lane;
+  return {tx, ty, ty * C::in_h * ROW_PITCH + tx, mine};
 }
 
 // Elements that are loaded together, in words where there are some.
-static constexpr bool IN_WORDS = ELEMENT == 2 && VECTOR > 1;
-struct alignas(VECTOR * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? VECTOR / 2 : VECTOR]; };
+static constexpr bool IN_WORDS = ELEMENT == 2;
+struct alignas(C::vector * ELEMENT) Loaded { typename LoadedWord<IN_WORDS, T>::Type v[IN_WORDS ? C::vector / 2 : C::vector]; };
 static __device__ __forceinline__ Acc element(const Loaded& unit, int k) {
-  return Scalar::value(unit.v[k]);
+  if constexpr (!IN_WORDS) {
+    return Scalar::value(unit.v[k]);
+  } else {
+    u32 word = unit.v[k / 2];
+    return Scalar::value((T)(k % 2 ? word >> 16 : word & 0xffffu));
+  }
 }
 
 // Units of a row of the tile: of columns, of all channels of columns (ALL_CHANNELS), or of a block's or a chunk's channels of columns. As many
 // rows as they fit into the threads are loaded at a time, and of several channels in NCHW; a thread has the same columns of all.
-static constexpr int ROW_UNITS = SPAN_W * (BY_CHANNELS ? LANES : PIXELS ? CHUNK : 1) / VECTOR, PLANES = PIXELS ? 1 : CHUNK;
-static constexpr int ROUNDS_W = (ROW_UNITS + THREADS - 1) / THREADS, IN_ROWS = ROW_UNITS < THREADS ? THREADS / ROW_UNITS : 1;
-static constexpr int ROWS_AT_ONCE = IN_ROWS < SPAN_H ? IN_ROWS : SPAN_H, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
-static constexpr int PLANES_AT_ONCE = IN_PLANES < PLANES ? IN_PLANES : PLANES;
-static constexpr int PASSES_H = (SPAN_H + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (PLANES + PLANES_AT_ONCE - 1) / PLANES_AT_ONCE;
-static constexpr int BATCH_H = C::batch < PASSES_H ? C::batch : PASSES_H, BATCH_C = C::batch / BATCH_H < PASSES_C ? C::batch / BATCH_H : PASSES_C;
+static constexpr int ROW_UNITS = C::span_w / C::vector, PLANES = C::chunk;
+static constexpr int ROUNDS_W = (ROW_UNITS + C::threads - 1) / C::threads, IN_ROWS = C::threads / ROW_UNITS;
+static constexpr int ROWS_AT_ONCE = IN_ROWS < C::span_h ? IN_ROWS : C::span_h, IN_PLANES = IN_ROWS / ROWS_AT_ONCE;
+static constexpr int PASSES_H = (C::span_h + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, PASSES_C = (C::chunk + IN_PLANES - 1);
+static constexpr int BATCH_H = PASSES_H, BATCH_C = C::batch / PASSES_H;
 
 // Where a row's element `at` is in the tile, and in one of the source's rows, and whether that has it; `left`: channels from the tile's
 // first on.
 struct Place { int to; i64 offset; bool in; };
 static __device__ __forceinline__ Place place_in_row(int at, int w, int left, i64 line, const Sizes& s) {
-  return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
+  {
+    return {column_at(at), w + at, (u32)(w + at) < (u32)s.from_w};
+  }
 }
 
 // A unit's elements to shared memory, from that of element `at` of a row on.
 static __device__ __forceinline__ void store_unit(Acc* to, const Loaded& unit, int at) {
-  constexpr bool EVEN = C::in_w % VECTOR == 0 || VECTOR % C::in_w == 0;
+  constexpr bool EVEN = C::vector % C::in_w == 0;
 #pragma unroll
-  for (int k = 0; k < VECTOR; k++) to[BY_CHANNELS ? k : EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
+  for (int k = 0; k < C::vector; k++) to[EVEN ? column_at(k) : column_at(at + k) - column_at(at)] = element(unit, k);
 }
 
 // What a tile's cells meet of the source at `depth`, of its channels from `channel` on, of which there are `left`, to shared memory; zeros
 // beyond the borders. Units are whole where the source lies and its rows end at their multiples; else elements are loaded.
 static __device__ __forceinline__ void stage(Acc* tile, const T* source, const Tile& t, int depth, int channel, int left, bool whole, const Sizes& s) {
-  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - SHIFT;
-  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w * (C::channels_last ? FROM : 1);
-  const T* from = source + (C::channels_last ? (t.n * pixels + depth * slice) * FROM + channel : ((i64)t.n * FROM + channel) * pixels + depth * slice);
-  const int thread = thread_index(), line_of = ROW_UNITS < THREADS ? thread / ROW_UNITS : 0;
+  const int h = t.h * C::in_h + C::min_h, w = t.w * C::in_w + C::min_w - C::first_w;
+  const i64 slice = (i64)s.from_h * s.from_w, pixels = s.from_d * slice, line = (i64)s.from_w;
+  const T* from = source + (((i64)t.n * FROM + channel) * pixels + depth * slice);
+  const int thread = thread_index(), line_of = thread / ROW_UNITS;
   const int first = line_of % ROWS_AT_ONCE, plane = line_of / ROWS_AT_ONCE;  // of a thread
-  if (ROW_UNITS < THREADS && plane >= PLANES_AT_ONCE) return;  // the others have nothing to do
+  if (plane >= IN_PLANES) return;  // the others have nothing to do
 #pragma unroll 1
   for (int round = 0; round < ROUNDS_W; round++) {
-    const int at = (ROW_UNITS < THREADS ? thread % ROW_UNITS : thread + round * THREADS) * VECTOR;  // element of a row
-    if (ROW_UNITS > THREADS && at >= ROW_UNITS * VECTOR) break;
-    if (VECTOR == 1 || whole) {
+    const int at = (thread % ROW_UNITS) * C::vector;  // element of a row
+    if (whole) {
       const Place in_row = place_in_row(at, w, left, line, s);
 #pragma unroll 1
-      for (int c = plane; c < PLANES; c += BATCH_C * PLANES_AT_ONCE) {
+      for (int c = plane; c < C::chunk; c += BATCH_C) {
         const T* place = from + c * pixels + (h + first) * line + in_row.offset;
         Acc* to = tile + c * CHANNEL_WORDS + first * ROW_PITCH + in_row.to;
         int row = h + first;
 #pragma unroll 1
-        for (int i = 0; i < PASSES_H; i += BATCH_H, row += BATCH_H * ROWS_AT_ONCE, to += BATCH_H * ROWS_AT_ONCE * ROW_PITCH, place += BATCH_H * ROWS_AT_ONCE * line) {
-          Loaded unit[BATCH_C][BATCH_H];   // all loads come first: a block waits for memory once in a batch
+        for (int i = 0; i < PASSES_H; i += PASSES_H, row += PASSES_H * ROWS_AT_ONCE, to += PASSES_H * ROWS_AT_ONCE * ROW_PITCH, place += PASSES_H * ROWS_AT_ONCE * line) {
+          Loaded unit[BATCH_C][PASSES_H];   // all loads come first: a block waits for memory once in a batch
           const T* of_plane = place;
 #pragma unroll
-          for (int j = 0; j < BATCH_C; j++, of_plane += PLANES_AT_ONCE * pixels) {
+          for (int j = 0; j < BATCH_C; j++, of_plane += pixels) {
             const T* of_row = of_plane;
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++, of_row += ROWS_AT_ONCE * line) {
+            for (int b = 0; b < PASSES_H; b++, of_row += ROWS_AT_ONCE * line) {
               opaque(of_row);
               unit[j][b] = {};
-              const bool exists = in_row.in && (PLANES == 1 || c + j * PLANES_AT_ONCE < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
+              const bool exists = in_row.in && (c + j < left) && (u32)(row + b * ROWS_AT_ONCE) < (u32)s.from_h;
               if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
           }
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll
-            for (int b = 0; b < BATCH_H; b++) {
-              if ((SPAN_H % ROWS_AT_ONCE || PASSES_H % BATCH_H) && row + b * ROWS_AT_ONCE >= h + SPAN_H) continue;
-              if (PLANES > 1 && c + j * PLANES_AT_ONCE >= PLANES) continue;
-              store_unit(to + j * PLANES_AT_ONCE * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
+            for (int b = 0; b < PASSES_H; b++) {
+              if ((C::span_h % ROWS_AT_ONCE) && row + b * ROWS_AT_ONCE >= h + C::span_h) continue;
+              if (c + j >= C::chunk) continue;
+              store_unit(to + j * CHANNEL_WORDS + b * ROWS_AT_ONCE * ROW_PITCH, unit[j][b], at);
             }
         }
       }
     } else {
 #pragma unroll 1
-      for (int c = plane; c < PLANES; c += PLANES_AT_ONCE)
+      for (int c = plane; c < C::chunk; c += IN_PLANES)
 #pragma unroll 1
-        for (int row = first; row < SPAN_H; row += ROWS_AT_ONCE)
+        for (int row = first; row < C::span_h; row += ROWS_AT_ONCE)
 #pragma unroll
-          for (int k = 0; k < VECTOR; k++) {
+          for (int k = 0; k < C::vector; k++) {
             const Place place = place_in_row(at + k, w, left, line, s);
-            const bool exists = place.in && (PLANES == 1 || c < left) && (u32)(h + row) < (u32)s.from_h;
+            const bool exists = place.in && (c < left) && (u32)(h + row) < (u32)s.from_h;
             tile[c * CHANNEL_WORDS + row * ROW_PITCH + place.to] = exists ? Scalar::value(from[c * pixels + (h + row) * line + place.offset]) : 0;
           }
     }
@@ -563,16 +551,13 @@ using Base::ROW_PITCH; using Base::column_at; using Base::thread_index;
 static constexpr int CIN_G = C::forward ? C::from_g : C::to_g, COUT_G = C::forward ? C::to_g : C::from_g;
 static constexpr int CELL_H = C::out_h, CELL_W = C::out_w;  // results of a cell
 
-// A tap's weights, for the lanes' channels or a thread's; those of one channel lie by columns of taps, so that four are one load.
-static constexpr bool ONE_CHANNEL = !BY_CHANNELS && CHANNELS == 1;
-static constexpr int WEIGHTS = BY_CHANNELS ? LANES : ONE_CHANNEL ? 1 : (CHANNELS + VEC - 1) / VEC * VEC;
-static constexpr int WEIGHTS_READ = BY_CHANNELS ? 1 : WEIGHTS;
+static constexpr int WEIGHTS = (C::channels + VEC - 1) / VEC * VEC;
 static __device__ __forceinline__ constexpr int tap_at(int kh, int kw) {
-  return ONE_CHANNEL ? kw * ((KERNEL_H + VEC - 1) / VEC * VEC) + kh : (kw * KERNEL_H + kh) * WEIGHTS;
+  return (kw * C::kernel_h + kh) * WEIGHTS;
 }
-static constexpr int SLICE_WORDS = ONE_CHANNEL ? KERNEL_W * ((KERNEL_H + VEC - 1) / VEC * VEC) : KERNEL_H * KERNEL_W * WEIGHTS;  // of a channel of the source
-static constexpr int TAP_WORDS = KERNEL_H * KERNEL_W * WEIGHTS;               // without gaps
-static constexpr int TAP_BATCH = (CHUNK * TAP_WORDS + THREADS - 1) / THREADS;
+static constexpr int SLICE_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;  // of a channel of the source
+static constexpr int TAP_WORDS = C::kernel_h * C::kernel_w * WEIGHTS;               // without gaps
+static constexpr int TAP_BATCH = (C::chunk * TAP_WORDS + C::threads - 1) / C::threads;
 
 // What a block computes: channels (lanes_are_channels: from `channel` on; else of `group`) of a tile.
 struct Item {
@@ -584,12 +569,14 @@ static __device__ __forceinline__ Item item_of(u32 index, const Sizes& s) {
   Item item;
   const int block = index % CHANNEL_BLOCKS;  index /= CHANNEL_BLOCKS;
   item.group = 0;
-  item.channel = block * (BY_CHANNELS ? LANES : CHANNELS);
-  // A channel's tiles are neighbours: what their halos share comes from L2.
-  const u32 tiles = s.tiles_w * s.tiles_h * s.d;
-  item.group = index / tiles % C::groups;
-  item.tile = Base::tile_of(index % tiles, s);
-  item.tile.n = index / tiles / C::groups;
+  item.channel = block * C::channels;
+  {
+    // A channel's tiles are neighbours: what their halos share comes from L2.
+    const u32 tiles = s.tiles_w * s.tiles_h * s.d;
+    item.group = index / tiles % C::groups;
+    item.tile = Base::tile_of(index % tiles, s);
+    item.tile.n = index / tiles / C::groups;
+  }
   return item;
 }
 
@@ -598,13 +585,13 @@ static __device__ __forceinline__ void load_weights(T (&v)[TAP_BATCH], const T* 
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
+    const int i = thread + b * C::threads, source = from + i / TAP_WORDS, tap = i % TAP_WORDS / WEIGHTS;
     const int own = i % WEIGHTS, to = item.channel + own;
-    const bool exists = source < C::from_g && (BY_CHANNELS ? to < TO : own < CHANNELS && to < C::to_g);
-    const i64 in = BY_CHANNELS ? to : item.group * CIN_G + (C::forward ? source : to);
-    const i64 row = BY_CHANNELS ? in : in * COUT_G + (C::forward ? to : source);
+    const bool exists = source < C::from_g && (own < C::channels && to < C::to_g);
+    const i64 in = item.group * CIN_G + (C::forward ? source : to);
+    const i64 row = in * COUT_G + (C::forward ? to : source);
     v[b] = 0;
-    if (i < CHUNK * TAP_WORDS && exists) v[b] = weight[(row * C::kernel_d + kd) * (KERNEL_H * KERNEL_W) + tap];
+    if (i < C::chunk * TAP_WORDS && exists) v[b] = weight[(row + kd) * (C::kernel_h * C::kernel_w) + tap];
   }
 }
 
@@ -612,18 +599,22 @@ static __device__ __forceinline__ void store_weights(Acc* weights, const T (&v)[
   const int thread = thread_index();
 #pragma unroll
   for (int b = 0; b < TAP_BATCH; b++) {
-    const int i = thread + b * THREADS, tap = i % TAP_WORDS / WEIGHTS;
-    if (i < CHUNK * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / KERNEL_W, tap % KERNEL_W) + i % WEIGHTS] = Scalar::value(v[b]);
+    const int i = thread + b * C::threads, tap = i % TAP_WORDS / WEIGHTS;
+    if (i < C::chunk * TAP_WORDS) weights[i / TAP_WORDS * SLICE_WORDS + tap_at(tap / C::kernel_w, tap % C::kernel_w) + i % WEIGHTS] = Scalar::value(v[b]);
   }
 }
 
 // A tap's weights of a thread.
-static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS_READ], const Acc* from, int mine) {
-  #pragma unroll
-  for (int i = 0; i < WEIGHTS_READ; i += VEC) {
-    const Pack pack = *(const Pack*)(from + i);
+static __device__ __forceinline__ void read_weights(Acc (&w)[WEIGHTS], const Acc* from, int mine) {
+  if constexpr (WEIGHTS == 1) {
+    w[0] = from[0];
+  } else {
 #pragma unroll
-    for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    for (int i = 0; i < WEIGHTS; i += VEC) {
+      const Pack pack = *(const Pack*)(from + i);
+#pragma unroll
+      for (int k = 0; k < VEC; k++) w[i + k] = pack.v[k];
+    }
   }
 }
 
@@ -632,30 +623,27 @@ using Sums = Acc[ROWS][CELL_H][CELL_W][CHANNELS];
 // A slice's products: a column of taps after the other, whose rows of the tile stay in registers where they are unrolled.
 static __device__ __forceinline__ void multiply(Sums& sum, const Acc* tile, const Acc* weights, const Own& own) {
 #pragma unroll C::unroll_w
-  for (int kw = 0; kw < KERNEL_W; kw++) {
+  for (int kw = 0; kw < C::kernel_w; kw++) {
     const int u = Base::phase_of(kw, C::stride_w, C::dilation_w, C::padding_w);
     const Acc* column = tile + own.at + column_at(Base::column_of_tap(kw));
 #pragma unroll C::unroll_h
-    for (int kh = 0; kh < KERNEL_H; kh++) {
+    for (int kh = 0; kh < C::kernel_h; kh++) {
       const int t = Base::phase_of(kh, C::stride_h, C::dilation_h, C::padding_h);
-      Acc w[WEIGHTS_READ];
+      Acc w[WEIGHTS];
       read_weights(w, weights + tap_at(kh, kw), own.mine);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
+      for (int r = 0; r < C::rows; r++) {
         const Acc v = column[(r * C::in_h + Base::row_of_tap(kh)) * ROW_PITCH];
 #pragma unroll
-        for (int c = 0; c < CHANNELS; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
+        for (int c = 0; c < C::channels; c++) sum[r][t][u][c] = multiply_add(v, w[c], sum[r][t][u][c]);
       }
     }
   }
 }
 
-// A run: columns of a cell in NCHW, a pixel's channels in channels_last, those of all columns where a thread has all channels.
-static constexpr bool WHOLE_PIXELS = C::channels_last && !BY_CHANNELS && C::groups == 1 && CHANNELS == C::to_g;
-static constexpr int RUN = BY_CHANNELS ? 1 : WHOLE_PIXELS ? CELL_W * CHANNELS : C::channels_last ? CHANNELS : CELL_W;
-static constexpr int RUNS = CELL_W * CHANNELS / RUN;    // of a row of a cell
-static constexpr int POWER = RUN & -RUN, OF_16 = 16 / ELEMENT;
-static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = RUN / WIDE;
+static constexpr int RUNS = C::out_w * C::channels / C::out_w;    // of a row of a cell
+static constexpr int POWER = C::out_w & -C::out_w, OF_16 = 16 / ELEMENT;
+static constexpr int WIDE = POWER < OF_16 ? POWER : OF_16, LINES = C::out_w / WIDE;
 struct alignas(WIDE * sizeof(T)) Line { T v[WIDE]; };
 
 // Where line `at` of a warp's is in its buffer: eight lanes that write meet eight different places of 128 bytes.
@@ -664,7 +652,7 @@ static __device__ __forceinline__ int swizzled(int at) { return LINES % 2 ? at :
 // A warp's runs, UNIT (WIDE or 1) elements a lane and store: element e of a lane's goes to `place` + e, if that is before `left`.
 template <int UNIT>
 static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, i64 place, int left, int lane) {
-  constexpr int UNITS = RUN / UNIT;        // of a lane
+  constexpr int UNITS = C::out_w / UNIT;        // of a lane
 #pragma unroll
   for (int k = 0; k < UNITS; k++) {
     const int at = k * 32 + lane, element = at % UNITS * UNIT;
@@ -680,10 +668,10 @@ static __device__ __forceinline__ void store_turned(T* out, const Line* buffer, 
 // A lane's run to `place`, of which the result has `left` elements. `whole`: runs begin at multiples of a line.
 static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINES], i64 place, int left, bool whole, Line* buffer, int lane) {
   if constexpr (LINES == 1) {
-    if (whole && left >= RUN) *(Line*)(out + place) = line[0];
-    if (whole && left >= RUN) return;
+    if (whole && left >= C::out_w) *(Line*)(out + place) = line[0];
+    if (whole && left >= C::out_w) return;
 #pragma unroll
-    for (int e = 0; e < RUN; e++)
+    for (int e = 0; e < C::out_w; e++)
       if (e < left) out[place + e] = line[0].v[e];
   } else {
     __syncwarp();
@@ -697,33 +685,32 @@ static __device__ __forceinline__ void store_run(T* out, const Line (&line)[LINE
 
 static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* bias, const Item& item, const Own& own, Line* buffer, int lane, const Sizes& s) {
   const Tile& t = item.tile;
-  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (C::channels_last ? WHOLE_PIXELS ? s.w % WIDE * TO : C::to_g : s.w) % WIDE == 0;
-  const int first = item.group * C::to_g + item.channel + (BY_CHANNELS ? lane : 0);  // channel
-  const int channels = BY_CHANNELS ? (lane < LANES && first < TO) : C::to_g - item.channel;
-  constexpr int PIXEL = C::channels_last ? TO : 1;     // elements from column to column
+  const bool whole = (unsigned long long)out % sizeof(Line) == 0 && (s.w) % WIDE == 0;
+  const int first = item.group * C::to_g + item.channel;  // channel
+  const int channels = C::to_g - item.channel;
   const i64 plane = (i64)s.h * s.w, channel_step = s.d * plane;
-  T* to = out + (C::channels_last ? ((i64)t.n * s.d + t.d) * plane * TO + first : ((i64)t.n * TO + first) * channel_step + t.d * plane);
+  T* to = out + (((i64)t.n * TO + first) * channel_step + t.d * plane);
   opaque(to);
-  Acc start[CHANNELS];
+  Acc start[C::channels];
 #pragma unroll
-  for (int c = 0; c < CHANNELS; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
+  for (int c = 0; c < C::channels; c++) start[c] = bias && c < channels ? Scalar::value(bias[first + c]) : Acc(0);
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < C::rows; r++)
 #pragma unroll
-    for (int y = 0; y < CELL_H; y++) {
+    for (int y = 0; y < C::out_h; y++) {
       const int row = (t.h + own.ty + r) * C::out_h + y;
 #pragma unroll
       for (int k = 0; k < RUNS; k++) {
-        const int column = (t.w + own.tx) * CELL_W + (C::channels_last ? k : 0), ahead = C::channels_last ? 0 : k;  // channels
+        const int column = (t.w + own.tx) * C::out_w, ahead = k;  // channels
         Line line[LINES];
 #pragma unroll
-        for (int e = 0; e < RUN; e++) {
-          const int c = C::channels_last ? e % CHANNELS : k, x = !C::channels_last ? e : WHOLE_PIXELS ? e / CHANNELS : k;
+        for (int e = 0; e < C::out_w; e++) {
+          const int c = k, x = e;
           line[e / WIDE].v[e % WIDE] = Scalar::stored(sum[r][y][x][c] + start[c]);
         }
-        const int exists = !C::channels_last ? s.w - column : WHOLE_PIXELS ? min(s.w - column, CELL_W) * CHANNELS : channels;
+        const int exists = s.w - column;
         const int left = row < s.h && column < s.w && ahead < channels ? exists : 0;
-        store_run(to, line, ((i64)row * s.w + column) * PIXEL + ahead * channel_step, left, whole, buffer, lane);
+        store_run(to, line, ((i64)row * s.w + column) + ahead * channel_step, left, whole, buffer, lane);
       }
     }
 }
@@ -731,14 +718,14 @@ static __device__ __forceinline__ void store(T* out, const Sums& sum, const T* b
 static __device__ __forceinline__ void run(unsigned char* memory, const T* __restrict__ source, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out, const Sizes& s, bool whole_units) {
   Acc *tile = (Acc*)memory, *weights = tile + Base::TILE_WORDS;
   const int lane = threadIdx.x & 31;
-  const Own own = Base::own_of(BY_CHANNELS ? threadIdx.x / 32 : threadIdx.x, lane);
+  const Own own = Base::own_of(threadIdx.x, lane);
   const Item item = item_of(blockIdx.x, s);
   Sums sum = {};
 #pragma unroll 1
-  for (int slice = 0; slice < (C::from_g + CHUNK - 1) / CHUNK * C::kernel_d; slice++) {
-    const int from = slice / C::kernel_d * CHUNK, kd = slice % C::kernel_d, depth = Base::depth_of(item.tile.d, kd, s);
+  for (int slice = 0; slice < (C::from_g + C::chunk - 1) / C::chunk; slice++) {
+    const int from = slice * C::chunk, kd = 0, depth = Base::depth_of(item.tile.d, kd, s);
     if (depth < 0) continue;
-    const int channel = BY_CHANNELS ? item.channel : item.group * C::from_g + from, left = BY_CHANNELS ? TO - channel : C::from_g - from;
+    const int channel = item.group * C::from_g + from, left = C::from_g - from;
     T taps[TAP_BATCH];
     load_weights(taps, weight, item, from, kd);
     __syncthreads();                       // the slice before has been read
@@ -746,7 +733,7 @@ static __device__ __forceinline__ void run(unsigned char* memory, const T* __res
     store_weights(weights, taps);
     __syncthreads();
 #pragma unroll 1
-    for (int c = 0; c < CHUNK && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
+    for (int c = 0; c < C::chunk && c < left; c++) multiply(sum, tile + c * Base::CHANNEL_WORDS, weights + c * SLICE_WORDS, own);
   }
   if (LINES > 1) __syncthreads();          // the last slice has been read
   store(out, sum, bias, item, own, (Line*)memory + threadIdx.x / 32 * (32 * LINES), lane, s);
@@ -773,18 +760,12 @@ using C = C_;
 using Number = NumberOf<C::precision>;
 using Bits = typename Number::Bits;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr bool NARROW = ELEMENT == 2;            // of 16 bits
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
-static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
-static constexpr int SETS = C::sets_d * C::sets_h * C::sets_w;
+static constexpr int ELEMENT = 4;
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_h * C::kernel_w;
+static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
-static constexpr int CI_TILES = (C::cin + C::block_ci - 1) / C::block_ci;
-static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
-
-static constexpr int TILES = SETS * CO_TILES * CI_TILES * C::groups;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
@@ -794,10 +775,8 @@ static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
 static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
-static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
-static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
-static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
+static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
+static constexpr int G_BYTES = CLASS_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -815,38 +794,35 @@ struct Work {                              // of a block
 
 static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
   Chunk c;
-  c.w = i % s.tiles_w * (C::gapless ? s.in_w : C::tile_w);  i /= s.tiles_w;
-  c.h = i % s.tiles_h * (C::gapless ? s.in_h : C::tile_h);  i /= s.tiles_h;
-  c.d = i % s.tiles_d * (C::gapless ? s.in_d : C::tile_d);
-  c.n = i / s.tiles_d * (C::gapless ? s.batch : C::tile_n);
+  c.w = i % s.tiles_w * C::tile_w;  i /= s.tiles_w;
+  c.h = i % s.tiles_h * C::tile_h;  i /= s.tiles_h;
+  c.d = i % s.tiles_d;
+  c.n = i / s.tiles_d;
   return c;
 }
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
+  return {c.n, c.d, c.h * C::step_h - C::padding_h,
+          c.w * C::step_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
 static __device__ __forceinline__ int take_work(Work& work, int index) {
-  int set = index % SETS;  index /= SETS;
-  work.co = index % CO_TILES * C::block_co;  index /= CO_TILES;
-  work.ci = index % CI_TILES * C::block_ci;  index /= CI_TILES;
-  work.group = index % C::groups;
-  work.tap_w = set % C::sets_w * C::taps_w;
-  work.tap_h = set / C::sets_w % C::sets_h * C::taps_h;
-  work.tap_d = set / (C::sets_w * C::sets_h) * C::taps_d;
+  work.co = 0;  work.ci = 0;  work.group = index % C::groups;
+  work.tap_w = 0;
+  work.tap_h = 0;
+  work.tap_d = 0;
   return index / C::groups;
 }
 
 // (n, d, h) of row `r` of a tile, in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
+static __device__ __forceinline__ Rows x_row(int r) { return {r / X_ROWS_H, 0, r % X_ROWS_H}; }
+static __device__ __forceinline__ int g_row_h(int h) { return h * C::apart_h; }
 static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
-  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
+  int h = r % C::g_rows_h;
+  return {r / C::g_rows_h, 0, g_row_h(h)};
 }
 };
 
@@ -860,7 +836,7 @@ struct WgradMemory { int batch, d, h, w; };             // a tensor
 template <class S>
 struct WgradG {
   using C = typename S::C;
-  static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
+  static constexpr int ROWS = S::CLASS_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
   static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
@@ -872,7 +848,7 @@ struct WgradCopies {
 using Bits = typename S::Bits;
 using Rows = typename S::Rows;
 using Place = typename S::Chunk;
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
+static constexpr int ELEMENT = 4, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
 
 static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
   copy_rows(tensor, memory, at, channel, left, to, thread);
@@ -888,18 +864,18 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
 #pragma unroll 1
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
-    u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
+    u32 offset = (c * PITCH + unit * VEC) * 4;
 #pragma unroll 1
     for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
       Rows of = Operand::row(r * ROWS_H);
       int n = at.n + of.n, d = at.d + of.d;
       bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
-      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
+      const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * 4;
 #pragma unroll 2
-      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
+      for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * 4) {
         int h = at.h + Operand::row_h(rh);
-        const char* from = base + (long long)h * (memory.w * ELEMENT);
-        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
+        const char* from = base + (long long)h * (memory.w * 4);
+        int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / 4;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
         copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
@@ -920,9 +896,9 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
   for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
-    u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
+    u32 first = (u32)((u64)tensor / 4) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
     int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
-    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
+    Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * 4);
     if (zero > 0 && zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
     if (end > 0 && end < Operand::UNITS * VEC)
@@ -988,7 +964,7 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
       float4 v[BATCH] = {};
 #pragma unroll
       for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)S::TILES * S::SUMS_BYTES)));
+        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::groups * S::SUMS_BYTES)));
 #pragma unroll
       for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
     }
@@ -1002,9 +978,9 @@ static __device__ __forceinline__ void add_by(const char* records, int count, co
 
 // Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
 __device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = C::taps_w == C::kernel_w;
+  constexpr bool ROWS = true;
   constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, C::cout % 4 ? 1 : 4>(work, share, thread);
+  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
   else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
 }
 
@@ -1018,7 +994,7 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 #pragma unroll 1
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), exist = C::cin - work.ci, end = share.end(co / 4) < exist ? share.end(co / 4) : exist;
+    const int first = share.begin(co / 4), end = share.end(co / 4) < 8 ? share.end(co / 4) : 8;
     const long long to = place_of(work, tap, first, co);
     if (to < 0) continue;
 #pragma unroll 4
@@ -1035,8 +1011,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
 
 // Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
 __device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  ci += work.ci, co += work.co;
+  int kd = tap / (C::taps_h * C::taps_w), kh = tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
+  ci += 0, co += 0;
   bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
   return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
@@ -1050,8 +1026,7 @@ __device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const
   Run<u32, V> single;
 #pragma unroll
   for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  if (S::NARROW && !wide) *(Run<Bits, V>*)((Bits*)out + to) = narrow;
-  else *(Run<u32, V>*)((u32*)out + to) = single;
+  *(Run<u32, V>*)((u32*)out + to) = single;
 }
 };
 
@@ -1065,7 +1040,7 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
   using S = WgradShape<C>;
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
+  const int shares = (int)gridDim.x / C::groups, tile = blockIdx.x / shares;
   typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
   share.at = shared_address(memory);
   share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
@@ -1114,27 +1089,23 @@ using Chunk = typename S::Chunk;
 using Work = typename S::Work;
 using Rows = typename S::Rows;
 
-static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC;
-static constexpr bool NARROW = S::NARROW, LAST = C::channels_last;
+static constexpr int ELEMENT = 4, VEC = S::VEC;
 static constexpr int WARPS = 8, THREADS = WARPS * 32;
-static constexpr int WARPS_M = C::block_ci / C::warp_m;
 static constexpr int WARPS_N = C::block_co / C::warp_n;
-static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
+static constexpr int WARPS_K = WARPS / WARPS_N;
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
+static constexpr int X_BYTES = S::X_ROWS_H * C::block_ci * C::x_pitch * 4;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
-static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
-static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
-static constexpr int PARTS = PROMOTES ? 2 : 1;
+static constexpr int STRIPS = S::X_ROWS_H * W_STRIPS;
+static constexpr int PARTS = 2;
 
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
+  static constexpr int ROWS = S::X_ROWS_H, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
   static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
   static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
   static __device__ __forceinline__ int row_h(int h) { return h; }
@@ -1146,8 +1117,8 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin, C::cin, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout, C::cout, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -1166,25 +1137,24 @@ struct Half {                              // of a step's K
 };
 
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
+  int strip = step, row = strip / W_STRIPS;
   Rows at = S::x_row(row);
   Half half;
-  half.row_n = at.n * C::g_rows_d;
-  half.row_d = at.d * C::q_rows_d;
-  half.row_h = at.h * C::q_rows_h;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-  half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
+  half.row_n = at.n;
+  half.row_d = at.d;
+  half.row_h = at.h;
+  half.column = strip % W_STRIPS * 8 + (4 * k);
+  half.x_at = row * C::block_ci * C::x_pitch + half.column;
   return half;
 }
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
+  int d = half.row_d + td, h = half.row_h + th;
   int row = (half.row_n + d) * C::g_rows_h + h;
-  int image = half.row_n / C::g_rows_d;
-  int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-  int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
+  int image = half.row_n;
+  int at_d = d;
+  int at_h = h * C::apart_h;
   int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
@@ -1201,64 +1171,56 @@ static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int 
 template <int REGISTERS>
 static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
   parts[0][r] = to_tf32_quick(__uint_as_float(v));
-  parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
+  if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
 }
 
 static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
   const u32* xs = (const u32*)stage;
 #pragma unroll
-  for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
     for (int r = 0; r < 4; r++) {
-      int m = of.m + i * 16 + (r & 1) * 8 + of.g, k = r >> 1;
+      int m = of.m + (r & 1) * 8 + of.g, k = r >> 1;
       u32 v;
-      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (NARROW ? 2 * of.q : of.q), 1);
-      set_parts(a[i], r, v);
+      v = element_pair(xs, half[k].x_at + m * C::x_pitch + (of.q), 1);
+      set_parts(a[0], r, v);
     }
 }
 
 static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
   const u32* gs = (const u32*)(stage + X_BYTES);
 #pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
     for (int k = 0; k < 2; k++) {
-      int n = of.n + j * 8 + of.g;
+      int n = of.n + of.g;
       u32 v;
-      v = element_pair(gs, base[k] + n * C::g_pitch + (NARROW ? 2 * of.q : of.q) * C::step_w + tw * C::dilation_w, C::step_w);
-      set_parts(b[j], k, v);
+      v = element_pair(gs, base[k] + n * C::g_pitch + (of.q) * C::step_w + tw, C::step_w);
+      set_parts(b[0], k, v);
     }
 }
 
 static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
-#pragma unroll
-  for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++) {
-      // the small products first
-        mma_of<C::precision>(acc[i][j], a[i][1], b[j][0][0], b[j][0][1]);
-        mma_of<C::precision>(acc[i][j], a[i][0], b[j][1][0], b[j][1][1]);
-      mma_of<C::precision>(acc[i][j], a[i][0], b[j][0][0], b[j][0][1]);
+  {
+      if constexpr (PARTS == 2) {  // the small products first
+        mma_of<C::precision>(acc[0][0], a[0][1], b[0][0][0], b[0][0][1]);
+        mma_of<C::precision>(acc[0][0], a[0][0], b[0][1][0], b[0][1][1]);
+      }
+      mma_of<C::precision>(acc[0][0], a[0][0], b[0][0][0], b[0][0][1]);
     }
 }
 
 // One chunk of a stage: all its steps that are this warp's.
 static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned char* stage, const Sizes& s, const Lane& of) {
 #pragma unroll 1
-  for (int step = of.k; step < STEPS; step += WARPS_K) {
+  for (int step = of.k; step < STRIPS; step += WARPS_K) {
     const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
     u32 a[M_FRAGMENTS][PARTS][4];
     load_x(a, stage, half, of);
 #pragma unroll
-    for (int td = 0; td < C::taps_d; td++)
-#pragma unroll
       for (int th = 0; th < C::taps_h; th++) {
-        const int base[2] = {g_at(half[0], td, th, s, of.g_phase), g_at(half[1], td, th, s, of.g_phase)};
+        const int base[2] = {g_at(half[0], 0, th, s, of.g_phase), g_at(half[1], 0, th, s, of.g_phase)};
 #pragma unroll
         for (int tw = 0; tw < C::taps_w; tw++) {
           u32 b[N_FRAGMENTS][PARTS][2];
           load_g(b, stage, base, tw, of);
-          multiply(acc[(td * C::taps_h + th) * C::taps_w + tw], a, b);
+          multiply(acc[th * C::taps_w + tw], a, b);
         }
       }
   }
@@ -1271,30 +1233,26 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  int first_x = work.group * C::cin, first_g = work.group * C::cout;
   bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
   if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
   if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
   if (borders_x || borders_g) __syncthreads();
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
   int channel_x = first_x + of.g, channel_g = first_g + of.g;
-  of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
-  of.g_phase = (u32)((u64)g / ELEMENT) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
+  of.x_phase = (u32)((u64)x / 4) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
+  of.g_phase = (u32)((u64)g / 4) + (((u32)c.n * S::COUT + channel_g) * s.out_d + at.d) * s.out_h * s.out_w + (u32)at.h * s.out_w + at.w;
 }
 
 // The warp's part of its record: each part of K has one.
 static __device__ __forceinline__ void store(const Sums& sums, char* records, const Lane& of) {
-  char* record = records + ((long long)(blockIdx.x / S::TILES * WARPS_K + of.k) * S::TILES + blockIdx.x % S::TILES) * S::SUMS_BYTES;
+  char* record = records + ((long long)(blockIdx.x / C::groups * WARPS_K + of.k) * C::groups + blockIdx.x % C::groups) * S::SUMS_BYTES;
 #pragma unroll
   for (int tap = 0; tap < S::SET_TAPS; tap++)
 #pragma unroll
-    for (int i = 0; i < M_FRAGMENTS; i++)
-#pragma unroll
-      for (int j = 0; j < N_FRAGMENTS; j++)
-#pragma unroll
         for (int h = 0; h < 2; h++) {
-          const float* pair = &sums[tap][i][j][2 * h];
-          *(float2*)(record + S::sum_at(tap, of.m + i * 16 + of.g + 8 * h, of.n + j * 8 + 2 * of.q)) = make_float2(pair[0], pair[1]);
+          const float* pair = &sums[tap][0][0][2 * h];
+          *(float2*)(record + S::sum_at(tap, of.m + of.g + 8 * h, of.n + 2 * of.q)) = make_float2(pair[0], pair[1]);
         }
 }
 
@@ -1317,7 +1275,7 @@ static __device__ __forceinline__ void run(const char* __restrict__ x, const cha
     __syncthreads();
     begin_rows(of, x, g, s, S::chunk_at(i, s), work, stage, thread);
     multiply_chunk(acc, stage, s, of);
-    #pragma unroll
+#pragma unroll
     for (int e = 0; e < (int)(sizeof(Sums) / 4); e++) {
       (&sum[0][0][0][0])[e] += (&acc[0][0][0][0])[e];
       (&acc[0][0][0][0])[e] = 0.f;
@@ -1341,13 +1299,13 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
-  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 16, tile_h = 4, tile_w = 128, rows = 2;
-  static constexpr int channels = 4, chunk = 8, in_h = 1, in_w = 1, out_h = 2, out_w = 3, min_h = -1, min_w = 0;
-  static constexpr int span_h = 6, span_w = 132, first_w = 0, plane_pitch = 132, vector = 4, batch = 5, threads = 256;
-  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 5;
-  static constexpr bool channels_last = false, forward = true, lanes_are_channels = false;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
+  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8;
+  static constexpr int to_g = 16, tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1;
+  static constexpr int out_h = 2, out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0;
+  static constexpr int plane_pitch = 132, vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3;
+  static constexpr int unroll_w = 5;
+  static constexpr bool forward = true, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1355,13 +1313,13 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_d = 1, stride_h = 2, stride_w = 3;
-  static constexpr int dilation_d = 1, dilation_h = 2, dilation_w = 1, padding_d = 0, padding_h = 1, padding_w = 2;
-  static constexpr int precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8;
-  static constexpr int channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1, out_w = 1, min_h = -1, min_w = -2;
-  static constexpr int span_h = 67, span_w = 98, first_w = 0, plane_pitch = 34, vector = 2, batch = 20, threads = 128;
-  static constexpr int min_blocks = 2, unroll_h = 3, unroll_w = 1;
-  static constexpr bool channels_last = false, forward = false, lanes_are_channels = false;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
+  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 16;
+  static constexpr int to_g = 8, tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2, in_w = 3;
+  static constexpr int out_h = 1, out_w = 1, min_h = -1, min_w = -2, span_h = 67, span_w = 100, first_w = 2;
+  static constexpr int plane_pitch = 34, vector = 4, batch = 20, threads = 128, min_blocks = 2, unroll_h = 3;
+  static constexpr int unroll_w = 1;
+  static constexpr bool forward = false, lanes_are_channels = false;
 };
 
 // =====================================================================================================================
@@ -1371,13 +1329,10 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, tile_n = 1, kernel_d = 1, step_d = 1, dilation_d = 1, padding_d = 0;
-  static constexpr int taps_d = 1, sets_d = 1, tile_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1;
-  static constexpr int taps_h = 3, sets_h = 1, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
-  static constexpr int taps_w = 5, sets_w = 1, tile_w = 32, apart_d = 1, g_rows_d = 1, q_rows_d = 1, tap_rows_d = 1;
-  static constexpr int apart_h = 2, g_rows_h = 10, q_rows_h = 1, tap_rows_h = 1, warp_m = 16, warp_n = 8, x_units = 8;
+  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2;
+  static constexpr int padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
+  static constexpr int taps_w = 5, tile_w = 32, apart_h = 2, g_rows_h = 10, warp_m = 16, warp_n = 8, x_units = 8;
   static constexpr int x_pitch = 36, stack = 1, row_classes = 1;
-  static constexpr bool channels_last = false, dense_d = true, dense_h = true, aligned_x = true, gapless = false;
 };
 
 }  // namespace kernels
@@ -1497,7 +1452,7 @@ def grad_input_launch(batch, source, result, processors):
     """(blocks, sizes): a block takes a tile, and what it needs of the source."""
     rows = ceil(result[1], 32)
     columns = ceil(result[2], 32)
-    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 2 == 0))
+    return batch * result[0] * rows * columns * 4, (batch, *source, *result, rows, columns, int(source[2] % 4 == 0))
 
 
 def grad_weight_launch(batch, source, result, processors):

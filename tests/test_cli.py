@@ -101,8 +101,8 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
         ("bench --compiled", "--compiled and --eager go with --suite training alone"),
         ("bench --frozen --pass step", "--frozen goes with --pass fwd alone"),
         (
-            "bench --exported m --suite cuda",
-            "--exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU",
+            "bench --as-exported --suite cuda",
+            "--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU",
         ),
         ("bench --suite training --case pix", "--case must be one of dcgan, unet, vae, hifigan; got 'pix'"),
         ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import ptxas
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
-from upconv.export import device, passes
+from upconv.export import device, fold, passes
 from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -47,15 +48,18 @@ def found(request: pytest.FixtureRequest) -> tuple[Kernel, ...]:
 
 @needs_nvrtc
 def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> None:
-    """Registers and local memory of each; all kernels of the file in one program."""
+    """Registers, but for some of integers, and local memory of each; all kernels of the file in one program."""
     wanted = [entry for k in found for entry in k.entries]
     text = f"// entries: {'; '.join(wanted)}\n{text_of(found)}"
     needs = sorted(each[:2] for each in ptxas.needs(text, "90a").values())
     alone = []
     for k in found:
         of_source = ptxas.needs(k.unit.source, "90a")
-        alone += [of_source[entry][:2] for entry in k.unit.entries]
-    assert needs == sorted(alone)
+        mine = {entry.partition("<")[0] for entry in k.compiled}
+        alone += [of_source[entry][:2] for entry in k.unit.entries if entry in mine]
+    assert len(needs) == len(alone)
+    for (registers, local), (others, other_local) in zip(needs, sorted(alone)):  # integers are folded ahead of ptxas
+        assert local == other_local and registers <= 1.15 * others + 4, (needs, sorted(alone))
 
 
 @needs_nvrtc
@@ -77,6 +81,124 @@ def used_files(found: tuple[Kernel, ...]) -> list[str]:
     for k in found:
         device._add(jit.parts_of(k.unit.source)[1], files)
     return list(files)
+
+
+SAMPLE = """\
+// Of all.
+typedef int i;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define NEW 1
+#else
+#define NEW 0
+#endif
+
+// One.
+__device__ __forceinline__ i one(i n) { return n * clock(); }
+
+// Nothing is left of this.
+__device__ __forceinline__ i never(i n) { return n; }
+
+// Two.
+__device__ __forceinline__ i two(i n) {
+  static_assert(NEW, "a new one");
+  return one(n);
+}
+#define THREE(x) \\
+  two(x)
+__device__ __forceinline__ constexpr i four() { return 4; }
+template <class C> struct Five {
+using K = C;
+static constexpr i LEFT = 1, RIGHT = four();
+static __device__ __forceinline__ void put_once(i* x) { *x = clock(); }
+static __device__ __forceinline__ void put(i* x, bool given) {
+  if constexpr (C::a == 1) {
+    i n = 5;
+    *x = one(n);
+  } else if constexpr (C::a == 2) *x = THREE(6);
+  else *x = clock();
+  if (C::a == 1 && given) *x = 7;
+#pragma unroll
+  for (int o = 0; o < C::a; o++) put_once(x + o);
+  if (given) x[1] = RIGHT;
+}
+};
+template <class C>
+__global__ void __launch_bounds__(Five<C>::LEFT) six(i* x, bool given) { Five<C>::put(x, given); }
+"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("values", "there", "gone"),
+    [
+        (
+            (1,),
+            ("  i n = 5;\n  *x = one(n);\n  if (given) *x = 7;", "Of all.", "  put_once(x);"),
+            r"two|THREE|if constexpr|else|for \(|never",
+        ),
+        ((2,), ("  *x = THREE(6);\n", "#define THREE(x)", "return one(n)"), r"n = 5|x = clock\(\);\n  if|else|x = 7"),
+        ((3,), ("  *x = clock();\n",), r"\bone\(|two|THREE|if constexpr"),
+        ((1, 3), ("if constexpr (C::a == 1) {\n    i n = 5;", "else *x = clock();", "o < C::a"), r"THREE|two\("),
+        ((2, 3), ("  if constexpr (C::a == 2) *x = THREE(6);\n  else *x = clock();",), r"n = 5"),
+    ],
+)
+def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ...], gone: str) -> None:
+    structs = "".join(f"struct C{v} {{ static constexpr int a = {v}; }};\n" for v in values)
+    entries = [f"six<C{v}>" for v in values]
+
+    def instructions(text: str) -> Counter[str]:
+        return device._instructions(nvrtc.build(f"{structs}\n{text}", "90a", "sample", entries, ptx=True).ptx)
+
+    prepared = device._conditions(SAMPLE, 90)
+    _, found = fold.folded([("", []), (prepared, [{"a": v} for v in values])], {"six"})
+    assert all(one in found for one in there) and not re.search(gone, found), found
+    assert "static_assert" not in found and "#if" not in found and "// Nothing is left of this." not in found
+    assert instructions(found) == instructions(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("C::b ? C::n + 1 : v", "C::n + 1"),  # sizes keep their names
+        ("C::one * v + C::zero", "v"),
+        ("(v + C::zero) / C::one", "v"),
+        ("C::b && v > 2", "v > 2"),
+        ("v > 2 || C::n == 4", "true"),
+        ("v % C::one", "0"),
+        ("-7 / C::n + v", "-7 / C::n + v"),
+        ("C::many[C::one] == 5 ? v : 0", "v"),
+        ("C::differs == 1 ? v : 0", "C::differs == 1 ? v : 0"),
+    ],
+)
+def test_expressions_are_folded(text: str, wanted: str) -> None:
+    structs = [{"b": 1, "n": 4, "one": 1, "zero": 0, "many": [3, 5], "differs": d} for d in (1, 2)]
+    source = f"template <class C>\n__global__ void f(int* x, int v) {{ *x = {text}; }}\n"
+    _, found = fold.folded([("", []), (source, structs)], {"f"})
+    assert found == source.replace(text, wanted)
+
+
+def test_specialisations_that_no_struct_takes_go() -> None:
+    source = """\
+enum Way { FAR, NEAR };
+
+template <class C, int = C::way>
+struct Of;
+template <class C>
+struct Of<C, FAR> {
+static __device__ int get() { return C::n; }
+};
+template <class C>
+struct Of<C, NEAR> {
+static __device__ int get() { return clock(); }
+};
+template <class C>
+__global__ void f(int* x) { *x = Of<C>::get() + clock64(); }
+"""
+    for way, other in (("C::n", "clock()"), ("clock()", "C::n")):
+        _, found = fold.folded([("", []), (source, [{"way": int(way == "clock()"), "n": 7}])], {"f"})
+        assert other not in found and "enum" not in found and "Of<C, " not in found, found
+    _, both = fold.folded([("", []), (source, [{"way": 0, "n": 7}, {"way": 1, "n": 7}])], {"f"})
+    assert both == source
 
 
 def test_layers_here_take_every_kind_of_kernel() -> None:

@@ -124,7 +124,7 @@ def test_a_wrong_file_has_no_speed(tmp_path: Path, factor: float) -> None:
 
 
 def test_files_that_are_not_there_are_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--exported must be a folder with model_57\.py, as `upconv export` writes"):
+    with pytest.raises(ValueError, match=r"--as-exported must have model_57\.py in .*, as `python -m upconv"):
         exported.files(tmp_path, ["kb57"])
 
 

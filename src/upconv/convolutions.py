@@ -169,7 +169,7 @@ def find(
         return None
     precision = calls.float32_precision() if dtype is torch.float32 else None
     try:
-        if not dispatch.integers(*stride, *padding, *dilation):
+        if not calls.integral((*stride, *padding, *dilation)):
             return None
         return _resolve(
             index, training, input.shape, weight.shape, stride, padding, dilation, dtype, precision, layout

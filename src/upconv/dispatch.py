@@ -99,7 +99,7 @@ def find_plan(
         padding = padding if type(padding) is tuple else _tuple(padding)
         output_padding = output_padding if type(output_padding) is tuple else _tuple(output_padding)
         dilation = dilation if type(dilation) is tuple else _tuple(dilation)
-        if not integers(groups, *stride, *padding, *output_padding, *dilation):
+        if not calls.integral((groups, *stride, *padding, *output_padding, *dilation)):
             return None
         plan = resolve(
             rank, input.shape, input.stride(), weight.shape, weight.stride(), None if bias is None else bias.shape,
@@ -185,14 +185,6 @@ def resolve(
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if type(value) is int else tuple(value)
-
-
-def integers(*values: Any) -> bool:
-    """Whether all are integers. The caches of plans take True and 1.0 for 1, PyTorch does not."""
-    return _INTEGERS.issuperset(map(type, values))
-
-
-_INTEGERS = frozenset((int,))
 
 
 def reads_as_image(shape: Sequence[int], strides: Sequence[int], copied: bool = False) -> bool:

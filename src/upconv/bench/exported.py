@@ -1,4 +1,4 @@
-"""Exported files as one more side of the bench: ``upconv bench --suite kernelbench --exported models``."""
+"""Exported files as one more side of the bench: ``upconv bench --suite kernelbench --as-exported``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from upconv.bench.timing import Operands, Work
 from upconv.export.signatures import init_arguments
 from upconv.problem import Problem
 
+FOLDER = Path("models")
+"""Of exported files, where the bench is called."""
+
 
 def files(folder: Path, cases: Iterable[str]) -> dict[str, Path]:
     """The ``model_<number>.py`` of a folder for these cases of KernelBench.
@@ -30,7 +33,7 @@ def files(folder: Path, cases: Iterable[str]) -> dict[str, Path]:
     for path in found.values():
         if not path.is_file():
             raise ValueError(
-                f"--exported must be a folder with {path.name}, as `upconv export` writes it; got {folder}"
+                f"--as-exported must have {path.name} in {folder}, as `python -m upconv.export models` writes it"
             )
     return found
 

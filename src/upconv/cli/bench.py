@@ -43,7 +43,7 @@ Examples:
 
   upconv bench --suite training --json training.json
 
-  upconv bench --suite kernelbench --exported models --json exported.json
+  upconv bench --suite kernelbench --as-exported --json exported.json
 
   upconv bench --from models.json --plot models.svg
 """
@@ -91,8 +91,10 @@ def command(
         None, "--quick/--full", help="Scaled-down sizes and fewer rounds; the default on a CPU."
     ),
     frozen: bool = Option(False, "--frozen", help="Also time forwards with upconv.freeze, which keeps packed weights."),
-    exported: str | None = Option(
-        None, "--exported", metavar="DIR", help="Suite kernelbench: also time forwards of model_57.py and its like."
+    as_exported: bool = Option(
+        False,
+        "--as-exported",
+        help="Suite kernelbench: also time forwards of models/model_57.py and its like.",
     ),
     compiled: bool | None = Option(None, "--compiled/--eager", help=_COMPILED),
     json: str | None = Option(None, "--json", metavar="FILE", help="Write the report as JSON."),
@@ -207,14 +209,14 @@ def _layers(options: Options) -> Measure:
     todo = [job for name, cases in chosen for job in layers.jobs(name, cases, ways, small=small, bias=options.bias)]
     if not todo:
         raise ValueError("--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'")
-    for name in ("frozen", "exported"):
+    for name in ("frozen", "as_exported"):
         if getattr(options, name) and any(way.pass_ != "fwd" for way in ways):
-            raise ValueError(f"--{name} goes with --pass fwd alone")
+            raise ValueError(f"--{name.replace('_', '-')} goes with --pass fwd alone")
     paths = {}
-    if options.exported is not None:
+    if options.as_exported:
         if options.suite != ["kernelbench"] or small:
-            raise ValueError("--exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU")
-        paths = exported.files(Path(options.exported), [job.case for job in todo])
+            raise ValueError("--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU")
+        paths = exported.files(exported.FOLDER, [job.case for job in todo])
     # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
     repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
     how = layers.How(repeats, options.frozen, paths)

@@ -111,11 +111,12 @@ def files(p: Problem, gpu: Gpu, name: str, forward_only: bool = False) -> dict[s
 
 
 def _header(p: Problem, gpu: Gpu, name: str, found: tuple[Kernel, ...]) -> str:
-    columns = max(n for k in found for n in k.multiples)
+    columns, results = max(n for k in found for n in k.multiples), max(k.result_multiple for k in found)
     return _HEADER.format(
         layer=str(p).split(" on ")[0], arch=gpu.arch, dtype=str(p.dtype).removeprefix("torch."), precision=p.precision,
         cout=p.out_channels, rank=p.rank, layout="contiguous" if p.layout == "nchw" else "channels_last", name=name,
-        rows=f"; rows have a multiple of {columns} columns" if columns > 1 else "", guard=f"{name.upper()}_H",
+        rows=(f"; rows have a multiple of {columns} columns" if columns > 1 else "")
+             + (f", of results of {results}" if results > 1 else ""), guard=f"{name.upper()}_H",
         functions="".join(f"size_t {name}_{k.name}_workspace(int batch, const int* size);\n{_prototype(name, k)};\n\n"
                           for k in found),
     )  # fmt: skip
@@ -151,6 +152,9 @@ def _functions(name: str, k: Kernel, gpu: Gpu) -> str:
     begin += sizes.c(k, gpu)
     checks = ["!sides.served(batch)", *(f"misaligned({one})" for one in _TENSORS[k.pass_] if one != "bias")]
     checks += [f"{row} % {n}" for row, n in zip(("source_w", "result_w"), k.multiples) if n > 1]
+    checks += [f"result_w % {k.result_multiple}"] * (
+        k.result_multiple > 1 and f"result_w % {k.result_multiple}" not in checks
+    )
     parts = cpp.memory(k)
     total = " + ".join(f"whole({size})" for size in parts.values()) or "0"
     parameters = "int batch, const int* size" if "slices" in total else "int, const int*"

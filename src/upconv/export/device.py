@@ -1,25 +1,37 @@
 """The device code of an exported file: each kernel's templates once, and a struct of constants for every pass.
 
-Of ``cuda/kernels`` a file has what its kernels need (`shake`), as it stands there, and of the constants those that are
-read. That both compile to the same is found out at each export.
+Of ``cuda/kernels`` a file has what its kernels need, by its structs (`fold`), and of the constants those that are read.
+That both compile to the same instructions is found out at each export.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
-from upconv.export import shake
 from upconv.export.passes import Kernel
+
+try:
+    from upconv.export import fold, syntax
+except ImportError:  # without tree-sitter files have all of their kernels' text
+    fold = None  # type: ignore[assignment]
 
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
+_DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
+_FILE = "//file"  # a line ahead of each
+_NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
 WIDTH = 120
 """Columns of the file."""
-_DEAD = re.compile(r"^\.(?:global|const)\b[^\n]*\n", re.MULTILINE)  # PTX has constants that no code reads
+_INTEGERS = re.compile(
+    r"(?:@!?\s*)?(?:\.(?:reg|const|global)\b|//|\$|:|$|bra\b|mov\b|cvta\b|ld\.param\b|[a-z]\w*(?:\.\w+)*\.(?:[bsu]\d+|pred)\s[^[]*$)"
+)
+_NAMES = re.compile(r"%[a-z]+\d+|\$L\w+|\b_Z\w+?(?=_param_\d|\b)")
 
 
 def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
@@ -29,15 +41,14 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     """What the kernels need of their files."""
-    return _shaken([_unit(k) for k in found], gpu.arch)
+    return "\n".join(_folded(found, gpu.arch))
 
 
 def constants(k: Kernel, templates: str) -> str:
     """The struct of constants by which a pass' kernels are instantiated; those that the templates read, by type."""
     read = set(re.findall(r"\bC::(\w+)", templates))
     lines = [f"struct {k.config} {{"]
-    members = _MEMBER.findall(jit.parts_of(k.unit.source)[0])
-    for kind, name, value in sorted(members, key=lambda one: one[0] == "bool"):
+    for kind, name, value in sorted(_members(k), key=lambda one: one[0] == "bool"):
         if name.partition("[")[0] not in read:
             continue
         begin, one = f"  static constexpr {kind} ", f"{name} = {value};"
@@ -48,21 +59,25 @@ def constants(k: Kernel, templates: str) -> str:
     return "\n".join((*lines, "};", ""))
 
 
+def _members(k: Kernel) -> list[tuple[str, str, str]]:
+    """Type, name and value of a pass' constants."""
+    return _MEMBER.findall(jit.parts_of(k.unit.source)[0])
+
+
+def _values(k: Kernel) -> dict[str, int | list[int]]:
+    found: dict[str, int | list[int]] = {}
+    for _, name, text in _members(k):
+        value = json.loads(text.strip().replace("{", "[").replace("}", "]"))
+        found[name.partition("[")[0]] = value if isinstance(value, list) else int(value)
+    return found
+
+
 _MEMBER = re.compile(r"^  static constexpr (\w[\w ]*?) (\w+(?:\[\d+\])*) = (.*);$", re.MULTILINE)
 
 
 def spaced(*parts: str) -> str:
     """Texts in the kernels' namespace."""
     return _SPACES.format("\n".join(parts))
-
-
-_Unit = tuple[str, str, Sequence[str], str]
-"""A label, what stands ahead of the templates, the kernels, and their file."""
-
-
-def _unit(k: Kernel) -> _Unit:
-    head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
-    return k.unit.label, head, k.compiled, jit.parts_of(k.unit.source)[1]
 
 
 def _add(file: str, files: dict[str, str]) -> None:
@@ -74,31 +89,96 @@ def _add(file: str, files: dict[str, str]) -> None:
         files[file] = text
 
 
-def _shaken(units: Sequence[_Unit], arch: str) -> str:
-    """What the units' kernels need of their files.
+def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
+    """The kernels' files in parts, by the kernels that have them, those of several first; of these what they need.
 
-    All without NVRTC, or if that compiled to something else.
+    All without NVRTC or tree-sitter, or if that compiled to something else.
     """
     files: dict[str, str] = {}
-    for *_, file in units:
-        _add(file, files)
-    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(shake.stripped(text) for text in files.values())).strip() + "\n"
-    if nvrtc.unavailable() is not None:
-        return whole
-    prepared = {name: shake.prepared(text, int(arch.rstrip("af"))) for name, text in files.items()}
-    places: list[shake.Places] = []
-    for unit in units:
+    users: dict[str, list[str]] = {}
+    for main in dict.fromkeys(_file(k) for k in found):
         mine: dict[str, str] = {}
-        _add(unit[-1], mine)
-        text = "\n".join(f'#line 1 "{name}"\n{prepared[name]}' for name in mine)
-        places += shake.places(_compiled(unit, text, arch, "-G"))
-    words = {word for unit in units for entry in unit[2] for word in re.findall(r"\w+", entry)}
-    needed = shake.shaken(prepared, places, words)
-    same = all(_DEAD.sub("", _compiled(u, needed, arch)) == _DEAD.sub("", _compiled(u, whole, arch)) for u in units)
-    return needed if same else whole
+        _add(main, mine)
+        for name, text in mine.items():
+            files[name] = text
+            users.setdefault(name, []).append(main)
+    groups = ["", *sorted({mains[0] for mains in users.values() if len(mains) == 1})]
+    texts = ["".join(f"{_FILE}\n{_stripped(files[name])}\n" for name, mains in users.items() if _group(mains) == one)
+             for one in groups]  # fmt: skip
+    if fold is None or nvrtc.unavailable() is not None:
+        return [text.replace(f"{_FILE}\n", "") for text in texts]
+    whole = {k: _compiled(k, _of(k, groups, texts), arch) for k in found}
+    widths = {width for ptx in whole.values() for width in re.findall(r"m64n(\d+)k", ptx)}
+    parts: list[tuple[str, list[dict[str, int | list[int]]]]] = []
+    for one, text in zip(groups, texts):
+        text = _conditions(text, int(arch.rstrip("af")))
+        if all(k.choice.problem.dtype.itemsize > 2 for k in found):
+            text = _NARROW.sub("", text).replace("if constexpr (P < FP16) asm volatile(WGMMA_", "asm volatile(WGMMA_")
+        text = re.sub(r"^WGMMA_WIDTH\((\d+),.*\n", lambda m: m[0] if m[1] in widths else "", text, flags=re.MULTILINE)
+        parts.append((text, [_values(k) for k in found if one in ("", _file(k))]))
+    names = {word for k in found for entry in k.entries for word in re.findall(r"\w+", entry)}
+    levels = [syntax.EVERYTHING] * len(groups)
+    while max(levels) <= syntax.NO_VALUES:
+        needed = fold.folded(parts, names, levels)
+        other = {
+            k for k in found if _instructions(_compiled(k, _of(k, groups, needed), arch)) != _instructions(whole[k])
+        }
+        if not other:
+            return needed
+        for i in {groups.index(_group([_file(k)])) for k in other}:
+            levels[i] += 1
+    return [text.replace(f"{_FILE}\n", "") for text in texts]
 
 
-def _compiled(unit: _Unit, text: str, arch: str, *flags: str) -> str:
-    """PTX of a unit's kernels, with the templates of a text."""
-    label, head, entries, _ = unit
-    return nvrtc.build(f"{head}\n{text}", arch, label, entries, ptx=True, flags=flags).ptx
+def _file(k: Kernel) -> str:
+    return jit.parts_of(k.unit.source)[1]
+
+
+def _group(mains: Sequence[str]) -> str:
+    """Whose a file is: one kernel's, or several kernels'."""
+    return mains[0] if len(mains) == 1 else ""
+
+
+def _of(k: Kernel, groups: Sequence[str], texts: Sequence[str]) -> str:
+    """The parts that a pass' kernels have."""
+    return "\n".join(text for one, text in zip(groups, texts) if one in ("", _file(k)))
+
+
+def _compiled(k: Kernel, text: str, arch: str) -> str:
+    """PTX of a pass' kernels, with the templates of a text."""
+    head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
+    return nvrtc.build(f"{head}\n{text}", arch, k.unit.label, k.compiled, ptx=True).ptx
+
+
+def _instructions(ptx: str) -> Counter[str]:
+    """What PTX loads, stores, multiplies and waits for.
+
+    Without integers, branches, names of registers and an order, in which folded text may be ahead of the compiler.
+    """
+    lines = (_NAMES.sub("", line.strip()) for line in ptx.splitlines())
+    return Counter(line for line in lines if not _INTEGERS.match(line))
+
+
+def _stripped(text: str) -> str:
+    """A file's text without includes, which a file of all of them does not have."""
+    return _DROPPED.sub("", text)
+
+
+def _conditions(text: str, arch: int) -> str:
+    """A text without what preprocessor conditions leave out for a GPU."""
+    lines, taken, values = [], [True], {"arch": arch * 10}
+    for line in text.split("\n"):
+        word, _, rest = line.partition("//")[0].strip().partition(" ")
+        if word == "#if":
+            condition = rest.replace("defined(__CUDA_ARCH__)", "True").replace("__CUDA_ARCH__", "arch")
+            condition = condition.replace("&&", " and ").replace("||", " or ").replace("!", " not ")
+            taken.append(bool(eval(condition, {}, values)))
+        elif word == "#else":
+            taken[-1] = not taken[-1]
+        elif word == "#endif":
+            taken.pop()
+        elif all(taken):
+            lines.append(line)
+            if found := re.match(r"#define (\w+) (\d+)\b", line):
+                values[found[1]] = int(found[2])
+    return "\n".join(lines)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
+from upconv.cuda import families
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct
+from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
@@ -18,6 +21,8 @@ from upconv.problem import Pass, Problem
 
 Choice = gather.Choice | direct.Choice | wgrad.Choice
 
+_ALIKE = 1.05
+"""By how much a gradient may be slower, by estimate, with the forward's family: its file then has one family less."""
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
 
@@ -40,7 +45,18 @@ class Kernel:
     @property
     def unit(self) -> Unit:
         """Of a file weights are packed, and the sums of the weight's gradient are added in a second step."""
-        return self.choice.sources()[0]
+        c, unit = self.choice, self.choice.sources()[0]
+        if not isinstance(c, gather.Choice) or not self.store_unit:
+            return unit
+        return replace(unit, source=gather.source(c.tiling, store_unit=self.store_unit, claimed=c.claimed))
+
+    @property
+    def store_unit(self) -> int:
+        """Bytes at multiples of which rows of `gather`'s NCHW results begin, so that it has one way to store them."""
+        c = self.choice
+        if not isinstance(c, gather.Choice) or c.tiling.channels_last or c.tiling.shuffle is not None:
+            return 0
+        return gather.store_unit(c.tiling, c.problem) or c.tiling.element
 
     @property
     def packed_words(self) -> int:
@@ -59,6 +75,11 @@ class Kernel:
         return tuple(one for one in jit.entries_of(self.unit.source) if not one.startswith("pack_float"))
 
     @property
+    def result_multiple(self) -> int:
+        """Columns at a multiple of which the result's rows must end; others are computed wider, and copied."""
+        return max(1, self.store_unit // self.choice.problem.dtype.itemsize)
+
+    @property
     def multiples(self) -> tuple[int, int]:
         """Columns at a multiple of which the source's rows must begin, of the weight's gradient the input's and the
         output's. Other tensors are copied, with zeros at the end of each row."""
@@ -75,13 +96,36 @@ class Kernel:
 
 def kernels(p: Problem, gpu: Gpu, forward_only: bool = False) -> tuple[Kernel, ...]:
     """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone."""
-    wanted = tuple(NAMES)[: 1 if forward_only else None]
-    choices = {pass_: select(_pass(p, pass_), Device("cuda", gpu=gpu), general=True).choice for pass_ in wanted}
-    return tuple(Kernel(pass_, choice) for pass_, choice in choices.items() if isinstance(choice, Choice))
+    found: dict[Pass, Kernel] = {}
+    for pass_ in tuple(NAMES)[: 1 if forward_only else None]:
+        q, device = _pass(p, pass_, gpu), Device("cuda", gpu=gpu)
+        choice = select(q, device, general=True).choice
+        if pass_ == "grad-input" and choice is not None and "fwd" in found:
+            alike = families.choose(q, gpu, general=True).get(found["fwd"].choice.family)
+            if isinstance(alike, Choice) and weighed(alike) <= _ALIKE * weighed(choice):
+                choice = alike
+        if isinstance(choice, Choice):
+            found[pass_] = Kernel(pass_, choice)
+    return tuple(found.values())
 
 
-def _pass(p: Problem, pass_: Pass) -> Problem:
-    return p.with_(pass_="fwd") if pass_ == "fwd" else p.with_(pass_=pass_, bias=False)
+def _pass(p: Problem, pass_: Pass, gpu: Gpu) -> Problem:
+    """A gradient is of tensors whose rows are copied where they are no whole units of 16 bytes.
+
+    The tensor copy engine then brings them, as it does a forward's input, and the file has one way to load pixels.
+    """
+    if pass_ == "fwd":
+        return p.with_(pass_="fwd")
+    p, unit = p.with_(pass_=pass_, bias=False), 16 // p.dtype.itemsize
+    if p.layout == "channels_last" or gpu.arch != "90a":
+        return p
+    *size, width = p.size
+    *more, _ = p.output_padding
+    ways = product(range(unit), range(max(p.stride[-1], p.dilation[-1])))
+    wider = [p.with_(size=(*size, width + columns), output_padding=(*more, extra)) for columns, extra in ways]
+    whole = [one for one in wider if one.output_shape[-1] % unit == 0]
+    both = [one for one in whole if one.size[-1] % unit == 0]
+    return (both or (whole if pass_ == "grad-input" else []) or [p])[0]
 
 
 def whole_rows(c: direct.Choice) -> int:

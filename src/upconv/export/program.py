@@ -11,7 +11,7 @@ from upconv.export.device import WIDTH
 from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
-from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, ROUNDED, TF32
+from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, RESULT, ROUNDED, TF32, WIDE
 from upconv.problem import Pass, Problem
 
 _TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
@@ -36,6 +36,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "CONSTANTS": _constants(p),
         "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
+        "WIDE": WIDE if any(k.result_multiple > 1 for k in found) else "",
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
@@ -58,7 +59,9 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
     for k in found:
         if k.pass_ == pass_:
             rows, of_grad = (f", {n}" if n > 1 else "" for n in k.multiples)
-            fast_call = _filled(FAST_CALLS[pass_], {"ROWS": rows, "GRAD_ROWS": of_grad})
+            result = RESULT if k.result_multiple > 1 else {"RESULT": "", "OUT": "out", "RETURNED": "out"}
+            values = {**result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
+            fast_call = _filled(FAST_CALLS[pass_], values)
     return CALLS[pass_].replace("@FAST_CALL@", fast_call)
 
 

@@ -96,7 +96,7 @@ def kernelbench(number: int, p: Problem) -> Signature:
             "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument,"
             "\n    meant as groups, lands there.\n    "
         )
-    measured = "upconv bench --suite kernelbench --exported models"
+    measured = "upconv bench --suite kernelbench --as-exported"
     title = f"KernelBench level 1, problem {number}"
     return Signature(p.rank, tuple(parameters), tuple(handed), doc, title, measured)
 

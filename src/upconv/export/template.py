@@ -133,7 +133,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-@CALLS@
+@WIDE@@CALLS@
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -245,15 +245,15 @@ CALLS = {
 FAST_CALLS = {
     "fwd": """    if is_fast(x, weight.shape, given):
         x = dense(x@ROWS@)
-        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
-        build(True).forward(x, weight, bias, out, *launch)
-        return out
+@RESULT@        launch = forward_launch(x.shape[0], full(x), full(@OUT@), processors(x.get_device()))
+        build(True).forward(x, weight, bias, @OUT@, *launch)
+        return @RETURNED@
 """,
     "grad-input": """    if is_fast(grad, weight.shape, given):
         grad = dense(grad@ROWS@)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, out, *launch)
-        return out
+@RESULT@        launch = grad_input_launch(grad.shape[0], full(grad), full(@OUT@), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, @OUT@, *launch)
+        return @RETURNED@
 """,
     "grad-weight": """    if is_fast(x, shape, given):
         x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
@@ -318,3 +318,17 @@ TF32 = '''def rounds_to_tf32() -> bool:
 
 
 '''
+
+WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
+    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
+    more = -t.shape[-1] % multiple
+    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
+
+
+'''
+RESULT = {
+    "RESULT": "        result = wide(out, @MULTIPLE@)\n",
+    "OUT": "result",
+    "RETURNED": "out if result is out else out.copy_(result[..., : out.shape[-1]])",
+}
+"""Of a kernel whose result's rows must be a multiple of columns."""

@@ -1,0 +1,538 @@
+"""Of kernel files what some kernels need, for the structs of constants that they are compiled with.
+
+Conditions that these decide are folded, and so are loops of one turn and specialisations that no struct takes. Then
+stays what the kernels' names reach, with the comments above it. The syntax tree is tree-sitter's; `device` compares
+what the compiler makes of the text with the whole files'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tree_sitter import Node
+
+from upconv.export.syntax import (
+    DECIDED_BY,
+    DECLARATIONS,
+    NO_LOOPS,
+    NO_VALUES,
+    PART,
+    PRAGMA,
+    TRUTH,
+    Constants,
+    Tree,
+    branch,
+    declared,
+    name_of,
+    walk,
+)
+
+FILE = "//file"
+"""A line ahead of each file of a part."""
+_MASKED = (
+    ("#pragma", PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
+    ("CLUSTER_DIMS(C::cluster)", "/*USTER_DIMS(C::cluste*/"),
+)  # fmt: skip
+"""What the grammar does not know, and comments as long, which it has anywhere."""
+_KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and values that change nothing
+_KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
+_DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
+_COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
+_TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
+_BLOCK = "compound_statement"
+_NAMING = ("enumerator", "template_function", "template_type")
+
+
+def folded(
+    parts: Sequence[tuple[str, Sequence[Constants]]], wanted: set[str], levels: Sequence[int] | None = None
+) -> list[str]:
+    """Parts of a text, each for its structs; the first is what others share.
+
+    Args:
+        parts: texts and structs.
+        wanted: names that are reached.
+        levels: of each part `EVERYTHING`; `NO_FIELDS`, of which the compiler may know less; `NO_LOOPS`, without which
+            it may unroll others; or `NO_VALUES`.
+    """
+    text = "".join(f"{PART}\n{text}\n" for text, _ in parts)
+    for known, comment in _MASKED:
+        text = text.replace(known, comment)
+    structs = [of for _, of in parts]
+    literals = Tree(text, structs).numbers
+    while True:
+        before = text
+        for step in (_specialised, _evaluated, _reached):
+            tree = Tree(text, structs, literals, levels)
+            text = step(tree, wanted)
+            text = re.sub(rf"[ \t]+$|^[ \t]+(?={PRAGMA})", "", text, flags=re.MULTILINE)
+        if text == before:
+            break
+    text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)
+    for known, comment in _MASKED:
+        text = text.replace(comment, known)
+    return [_tidied(part) for part in text.split(f"{PART}\n")[1:]]
+
+
+def _tidied(text: str) -> str:
+    """A part without comments of which nothing is left: heads of files, and of sections of one."""
+    kept: list[str] = []
+    waiting: list[str] = []
+    for block in re.split(r"\n{2,}", text.replace(f"{FILE}\n", f"\n\n{FILE}\n\n").strip()):
+        if block == FILE:
+            waiting = []
+        elif all(line.startswith("//") for line in block.splitlines()):
+            if block.startswith(("// ---", "// ===")):
+                waiting = [one for one in waiting if not one.startswith(("// ---", "// ==="))]
+            waiting.append(block)
+        else:
+            kept += [*waiting, block]
+            waiting = []
+    return "\n\n".join(kept) + "\n"
+
+
+# --- conditions and loops ---------------------------------------------------------------------------------------------
+
+
+def _evaluated(tree: Tree, _: set[str]) -> str:
+    found, at = "", 0
+    for n in tree.root.children:
+        put = tree.text(n) if tree.levels[tree.part(n)] >= NO_VALUES else _emit(tree, n)
+        found, at = found + tree.source[at : n.start_byte].decode() + put, n.end_byte
+    return found + tree.source[at:].decode()
+
+
+def _emit(tree: Tree, n: Node) -> str:
+    """A node's text with what is known folded."""
+    if n.type == "identifier" and (name := tree.text(n)) in tree.local:
+        return str(tree.local[name])
+    if n.type == "declaration" and n.parent is not None and n.parent.type == "compound_statement" and tree.local:
+        return _left(tree, n)
+    if n.type in ("using_declaration", "alias_declaration"):
+        return tree.text(n)
+    if n.type in ("identifier", "qualified_identifier", "type_identifier") and (other := _other(tree, n)) is not None:
+        return other
+    if n.type == "qualified_identifier":
+        return tree.text(n)
+    if n.type == "conditional_expression" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+        return _emit(tree, branch(n, of))  # type: ignore[arg-type]
+    if n.type == "binary_expression" and (found := _shorter(tree, n)) is not None:
+        return found
+    if n.type == "call_expression" and (of := tree.value(n)) is not None:
+        return str(of)
+    if n.type == "field_expression" and (of := tree.value(n)) is not None:
+        return str(of)
+    if n.type == "assignment_expression" and n.children[0].type == "field_expression":
+        return f"{tree.text(n.children[0])} {tree.text(n.children[1])} {_emit(tree, n.children[2])}"
+    if n.type == "function_definition" and (fixed := _fixed(tree, n)):
+        before, tree.local = tree.local, {**tree.local, **fixed}
+        text = _joined(tree, n)
+        tree.local = before
+        return text
+    if n.type == "expression_statement" and n.named_children and _changes_nothing(tree, n.named_children[0]):
+        return ""
+    if n.type == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
+        return ("false", "true")[of]
+    if n.type == "parenthesized_expression" and n.parent is not None and not n.parent.type.endswith("_statement"):
+        inner = _emit(tree, n.named_children[0]) if n.named_child_count == 1 else ""
+        if inner != tree.text(n)[1:-1] and _ATOM.fullmatch(inner):
+            return inner
+    if n.type == "if_statement" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+        return _alone(tree, n, branch(n, of))
+    if (turns := _turns(tree, n)) is not None:
+        name, first, any_ = turns
+        before, tree.local = tree.local, {**tree.local, name: first}
+        text = _alone(tree, n, n.child_by_field_name("body") if any_ else None)
+        tree.local = before
+        return text
+    return _joined(tree, n)
+
+
+def _joined(tree: Tree, n: Node) -> str:
+    """A node's children, folded, with what is between them."""
+    if not n.children:
+        return tree.text(n)
+    found, at = "", n.start_byte
+    for one in n.children:
+        if _is_pragma(tree, one) and (loop := one.next_sibling) is not None and _turns(tree, loop) is not None:
+            found += tree.source[at : one.start_byte].decode()
+            at = tree.source.rfind(b"\n", 0, loop.start_byte) + 1
+            continue
+        put, gap = _emit(tree, one), tree.source[at : one.start_byte].decode()
+        found, at = found + gap + put, one.end_byte
+        if (
+            not put and one.type.endswith(("statement", "declaration")) and one.end_byte > one.start_byte
+        ):  # with its line
+            found, at = found.rstrip(" "), at + (tree.source[at : at + 1] == b"\n")
+    return found + tree.source[at : n.end_byte].decode()
+
+
+def _left(tree: Tree, n: Node) -> str:
+    """A declaration of local variables without those that have one known value."""
+    stay = [one for one in n.children_by_field_name("declarator")
+            if one.type != "init_declarator" or tree.text(one.named_children[0]) not in tree.local]  # fmt: skip
+    first = n.children_by_field_name("declarator")[0]
+    if len(stay) == len(n.children_by_field_name("declarator")):
+        return _joined(tree, n)
+    head = tree.source[n.start_byte : first.start_byte].decode()
+    return f"{head}{', '.join(_emit(tree, one) for one in stay)};" if stay else ""
+
+
+def _fixed(tree: Tree, function: Node) -> dict[str, int]:
+    """Local variables of a function that have one known value."""
+    found: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for n in walk(function):
+        if n.type == "init_declarator" and n.parent is not None:
+            name, value = n.named_children[0], tree.value(n.child_by_field_name("value"))
+            seen[tree.text(name)] += 1
+            kind = tree.text(n.parent).partition(" ")[0]
+            if value is not None and name.type == "identifier" and kind in ("int", "bool", "const"):
+                found[tree.text(name)] = value
+        elif n.type in ("assignment_expression", "update_expression"):
+            of = n.child_by_field_name("left") or n.child_by_field_name("argument")
+            seen[tree.text(of) if of is not None else ""] += 2
+        elif n.type in ("argument_list", "gnu_asm_expression", "parameter_list"):
+            seen.update({tree.text(one).rpartition(" ")[2]: 2 for one in n.named_children})
+    return {name: value for name, value in found.items() if seen[name] == 1}
+
+
+def _is_pragma(tree: Tree, n: Node | None) -> bool:
+    return n is not None and n.type == "comment" and tree.text(n).startswith(PRAGMA)
+
+
+def _other(tree: Tree, n: Node) -> str | None:
+    """What a constant is only another name of."""
+    scope, _, name = tree.text(n).rpartition("::")
+    declares = n.parent is not None and n in n.parent.children_by_field_name("declarator")
+    if not scope and name in tree.parameters[tree.part(n)]:
+        return None
+    if scope == "C" or declares or name in tree.literals or (n.parent is not None and n.parent.type in _NAMING):
+        return None
+    part = tree.part(n)
+    found = tree.same[part].get(name) or tree.same[0].get(name)
+    if found is None or found == name or (part and name in tree.constants[0] and name in tree.constants[part]):
+        return None
+    if found.startswith("C::") and not _has_struct(tree, n):
+        return None
+    if not scope or not re.search(r"[A-Z]{2}", found) or found.startswith("C::"):
+        return found
+    return f"{scope}::{found.rpartition('::')[2]}"
+
+
+def _has_struct(tree: Tree, n: Node) -> bool:
+    """Whether C is a struct of constants where a node is."""
+    while n.parent is not None:
+        n = n.parent
+        if n.type == "template_declaration" and re.match(r"template <class C\b", tree.text(n)):
+            return True
+        if n.type == "field_declaration_list" and re.search(r"using C = ", tree.text(n)):
+            return True
+    return False
+
+
+def _changes_nothing(tree: Tree, n: Node) -> bool:
+    """Whether an expression is an assignment like ``a /= 1``."""
+    if n.type != "assignment_expression":
+        return False
+    value = tree.value(n.children[2])
+    return value is not None and (tree.text(n.children[1])[:-1], value) in _KEPT_BY_RIGHT
+
+
+def _shorter(tree: Tree, n: Node) -> str | None:
+    """A binary expression without an operand that changes nothing."""
+    left, operator, right = n.children[0], tree.text(n.children[1]), n.children[2]
+    a, b = tree.value(left), tree.value(right)
+    if (both := tree.value(n)) is not None and operator in _DECIDING:
+        return ("false", "true")[both]
+    for one in (a, b):
+        if one is not None and (operator, one) in DECIDED_BY:
+            return DECIDED_BY[operator, one]
+    if operator == "%" and (b == 1 or tree.text(left) == tree.text(right)):
+        return "0"
+    if operator == "/" and tree.text(left) == tree.text(right):
+        return "1"
+    if b is not None and (operator, b) in _KEPT_BY_RIGHT:
+        return _emit(tree, left)
+    if a is not None and (operator, a) in _KEPT_BY:
+        return _emit(tree, right)
+    return None
+
+
+def _turns(tree: Tree, n: Node) -> tuple[str, int, bool] | None:
+    """The variable of a loop that has one turn or none, its value, and whether there is one."""
+    if n.type != "for_statement" or tree.levels[tree.part(n)] >= NO_LOOPS:
+        return None
+    head = re.match(r"for \(int (\w+) = ([^;]*); (\w+) < ([^;]*); (\w+)(\+\+| \+= ([^;]*))\)", tree.text(n))
+    start, condition, update, body = (
+        n.child_by_field_name(one) for one in ("initializer", "condition", "update", "body")
+    )
+    if not head or not head[1] == head[3] == head[5] or not (start and condition and update and body):
+        return None
+    if condition.type != "binary_expression":
+        return None
+    ((_, value),) = declared(start)
+    first, end = tree.value(value), tree.value(condition.children[2])
+    step = 1 if head[6] == "++" else tree.value(update.children[-1])
+    if first is None or end is None or step is None or first + step < end:
+        return None
+    if any(one.type in ("break_statement", "continue_statement") for one in walk(body)):
+        return None
+    return head[1], first, first < end
+
+
+def _alone(tree: Tree, n: Node, kept: Node | None) -> str:
+    """A statement in the place of the one that decides over it."""
+    within = n.parent is not None and n.parent.type == "compound_statement"
+    if kept is None:
+        return "" if within else ";"
+    text = _emit(tree, kept)
+    if _is_pragma(tree, pragma := kept.prev_sibling) and _turns(tree, kept) is None:
+        text = f"{tree.text(pragma)}\n{' ' * kept.start_point[1]}{text}"  # type: ignore[arg-type]
+    if kept.type != "compound_statement" or not within:
+        return text
+    function = n
+    while function.parent is not None and function.type != "function_definition":
+        function = function.parent
+    outside = tree.source[function.start_byte : kept.start_byte] + tree.source[kept.end_byte : function.end_byte]
+    mine = {tree.text(name) for one in kept.children if one.type == "declaration" for name, _ in declared(one)}
+    lines = text[1:-1].strip("\n").rstrip().splitlines()
+    if mine & set(_WORD.findall(outside.decode())):
+        return text  # with its braces, since a name is another's, too
+    if len(lines) < 2:
+        return "".join(lines).strip()
+    less = max(
+        0,
+        min(len(one) - len(one.lstrip()) for one in lines if one.strip() and not one.startswith(PRAGMA))
+        - n.start_point[1],
+    )
+    return "\n".join(one[less:] if one[:less].isspace() else one for one in lines).lstrip(" ")
+
+
+# --- specialisations --------------------------------------------------------------------------------------------------
+
+
+_Form = tuple[Node, list[str], list[str]]
+"""A template: its declaration, its parameters, and what a specialisation has for them."""
+_Put = list[tuple[int, int, bytes]]
+"""Replaced text: begin, end and what it becomes."""
+
+
+def _specialised(tree: Tree, _: set[str]) -> str:
+    """The text without specialisations that no struct takes."""
+    forms: dict[str, list[_Form]] = {}
+    for n in tree.root.children:
+        if n.type == "template_declaration" and (head := _TEMPLATE.match(tree.text(n))):
+            forms.setdefault(head[2], []).append((n, _split(head[1]), _split(head[3] or "")))
+    cut, put = _kernels(tree)
+    for name, mine in forms.items():
+        taken = _taken(tree, name, mine) if len(mine) > 1 else None
+        if not taken:
+            continue
+        cut += [form[0] for i, form in enumerate(mine) if i and i not in taken]
+        n, parameters, last = *mine[0][:2], max(taken)
+        text = tree.text(n)
+        if taken == {last} and last and mine[last][1] == parameters[:1] and _short(tree, name):  # it is the template
+            cut.append(n)
+            alone = mine[last][0]
+            text = re.sub(rf"\b{name}<[^{{;=:]*>", name, tree.text(alone), count=1)
+            put.append((alone.start_byte, alone.end_byte, text.encode()))
+        elif 0 not in taken and "{" in text and "struct" in text.partition("{")[0]:  # only declared
+            text = text.partition("{")[0].partition(" : ")[0].split("//")[0].rstrip() + ";"
+            end = n.end_byte + (tree.source[n.end_byte : n.end_byte + 1] == b";")
+            put.append((n.start_byte, end, text.encode()))
+    return _without(tree, cut, put)
+
+
+def _kernels(tree: Tree) -> tuple[list[Node], _Put]:
+    """Kernels of one name with other parameters, by the result ``OnlyIf<C, KIND>::Kernel``: those of no struct's kind;
+    and where all have one kind, the result is void."""
+    cut, put = list[Node](), _Put()
+    last = tree.uses.get("KIND_OF", [])[-1:]
+    kinds = {tree.value(one, i) for one in last for i in range(len(tree.structs[tree.part(one)]))}
+    for n in tree.uses.get("OnlyIf", []) if None not in kinds else ():
+        function = n
+        while function.parent is not None and function.parent.type != "translation_unit":
+            function = function.parent
+        if "__global__" not in tree.text(function):
+            continue
+        if tree.value(n.named_children[1].named_children[-1]) not in kinds:
+            cut.append(function)
+        elif len(kinds) == 1:
+            begin = tree.source.rfind(b"typename", 0, n.start_byte)
+            put.append((begin, tree.source.index(b"::Kernel", begin) + len("::Kernel"), b"void"))
+    return cut, put
+
+
+def _short(tree: Tree, name: str) -> bool:
+    """Whether a template is given one argument everywhere but where it is specialised."""
+    uses = tree.uses.get(name, [])
+    given = (n for n in uses if n.parent is not None and n.parent.type != "struct_specifier")
+    return all(n.named_children[1].named_child_count == 1 for n in given)
+
+
+def _split(text: str) -> list[str]:
+    """Arguments between commas that are not in brackets."""
+    found, depth = [""], 0
+    for c in text:
+        depth += (c in "<({[") - (c in ">)}]")
+        found[-1] += c if c != "," or depth else ""
+        if c == "," and depth == 0:
+            found.append("")
+    return [one.strip() for one in found if one.strip()]
+
+
+def _taken(tree: Tree, name: str, forms: list[_Form]) -> set[int] | None:
+    """Which forms of a template are used; None where that is not known."""
+    taken: set[int] = set()
+    heads = {tree.source.find(name.encode(), n.start_byte) for n, _, _ in forms}
+    for n in tree.uses.get(name, []):
+        if n.start_byte in heads:
+            continue
+        given = [tree.text(one) for one in n.named_children[1].named_children]
+        given += [one.partition("= ")[2] for one in forms[0][1][len(given) :]]
+        for struct in range(len(tree.structs[tree.part(n)])):
+            values = [_argument(tree, n, one, struct) for one in given]
+            scores = [_matching(tree, n, fixed, parameters, values) if fixed else 1 for _, parameters, fixed in forms]
+            if None in scores:
+                return None
+            taken.add(max(range(len(forms)), key=lambda i: scores[i]))  # type: ignore[arg-type, return-value]
+    return taken
+
+
+def _argument(tree: Tree, at: Node, text: str, struct: int) -> int | None:
+    """A template's argument by one struct, if it is a known integer."""
+    part = tree.part(at)
+    one = Tree(f"int a = {text};", [[tree.structs[part][struct]]])
+    one.parameters, one.fields = [set()], [{}]
+    one.precision = tree.precision
+    one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
+    ((_, value),) = declared(one.root.children[0])
+    return one.value(value)
+
+
+def _matching(tree: Tree, at: Node, fixed: list[str], parameters: list[str], values: list[int | None]) -> int | None:
+    """More for each argument that a specialisation fixes as given; 0 where others were given, None if not known."""
+    score, unknown = 1, False
+    for text, value in zip(fixed, values):
+        wanted = int(text) if text.isdigit() else TRUTH.get(text, tree.find(at, text, 0))
+        if wanted is None or any(text in _WORD.findall(one) for one in parameters) or text == "P":
+            continue
+        if value is not None and value != wanted:
+            return 0
+        unknown = unknown or value is None
+        score += 1
+    return None if unknown else score
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _reached(tree: Tree, wanted: set[str]) -> str:
+    """The text without declarations that ``wanted`` names do not reach, and local variables that nothing reads."""
+    words, kept, before = [set(wanted) for _ in tree.structs], set[int](), -1
+    items = list(_items(tree.root))
+    while len(kept) > before:
+        before = len(kept)
+        for n, names, owner in items:
+            if n.id in kept or (owner is not None and owner.id not in kept):
+                continue
+            part = tree.part(n)
+            if names is None or words[part].intersection(map(tree.text, names)):
+                kept.add(n.id)
+                found = _WORD.findall(_COMMENT.sub("", _head(tree, n)))
+                words[part].update(found)
+                words[0].update(found)
+    cut = [n for n, _, owner in items if n.id not in kept and (owner is None or owner.id in kept)]
+    unread, put = _unread(tree)
+    return _without(tree, cut + unread, put)
+
+
+def _items(n: Node, owner: Node | None = None) -> Iterator[tuple[Node, list[Node] | None, Node | None]]:
+    """Declarations, their names, and the struct that each is in; no names of what stays with that struct."""
+    for one in n.children:
+        of = one.named_children[-1] if one.type == "template_declaration" and one.named_children else one
+        if of.type == "static_assert_declaration":
+            yield one, [], owner
+            continue
+        names = _names(of)
+        if owner is None and names is None and one.type in ("comment", ";"):
+            continue
+        yield one, names, owner
+        body = of.child_by_field_name("body") if of.type == "struct_specifier" else None
+        if body is not None and body.end_point[0] > body.start_point[0]:
+            yield from _items(body, one)
+
+
+def _names(n: Node) -> list[Node] | None:
+    """What a declaration names; None of what is none, or a field."""
+    found: list[Node | None] = []
+    if n.type in ("alias_declaration", "struct_specifier"):
+        name = n.child_by_field_name("name")
+        found = [name.named_children[0] if name is not None and name.type == "template_type" else name]
+    elif n.type in ("preproc_def", "preproc_function_def"):
+        found = [n.child_by_field_name("name")]
+    elif n.type == "enum_specifier":
+        found = [one.named_children[0] for one in walk(n) if one.type == "enumerator"]
+    elif n.type == "function_definition" or (
+        n.type in DECLARATIONS and re.search(rb"constexpr|__constant__", (n.text or b"")[:40])
+    ):
+        found = [name_of(one) for one in n.children_by_field_name("declarator")]
+    return None if not found or None in found else found  # type: ignore[return-value]
+
+
+def _head(tree: Tree, n: Node) -> str:
+    """A declaration's text, of a struct without its members."""
+    of = n.named_children[-1] if n.type == "template_declaration" else n
+    body = of.child_by_field_name("body") if of.type == "struct_specifier" else None
+    if body is not None and body.end_point[0] > body.start_point[0]:
+        return tree.source[n.start_byte : body.start_byte].decode()
+    return tree.text(n)
+
+
+def _unread(tree: Tree) -> tuple[list[Node], _Put]:
+    """Assertions, and declarations of local variables that nothing reads; what stays of those of several."""
+    cut, put = list[Node](), _Put()
+    for function in tree.nodes:
+        if function.type != "function_definition":
+            continue
+        words = Counter(_WORD.findall(_COMMENT.sub("", tree.text(function))))
+        for n in walk(function):
+            if n.type == "static_assert_declaration":
+                cut.append(n)
+            if n.type not in ("declaration", "alias_declaration") or not n.parent or n.parent.type != _BLOCK:
+                continue
+            variables = n.children_by_field_name("declarator")
+            names = [name for name, _ in declared(n)] or n.children_by_field_name("name")
+            read = [words[tree.text(name)] != 1 for name in names]
+            if all(read) or any(one.type in ("call_expression", "assignment_expression") for one in walk(n)):
+                continue
+            if any(read):
+                head = tree.source[n.start_byte : variables[0].start_byte]
+                stay = ", ".join(tree.text(one) for one, well in zip(variables, read) if well)
+                put.append((n.start_byte, n.end_byte, head + stay.encode() + b";"))
+            else:
+                cut.append(n)
+    return cut, put
+
+
+def _without(tree: Tree, cut: Sequence[Node], put: _Put | None = None) -> str:
+    """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
+    edits = list(put or ())
+    for n in cut:
+        begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
+        while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
+            b"//"
+        ):
+            if line.lstrip().startswith((b"// ---", b"// ===", PART.encode())):
+                break
+            begin -= len(line)
+        edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))
+    found, at = b"", 0
+    for begin, end, text in sorted(edits):
+        if begin >= at:
+            found, at = found + tree.source[at:begin] + text, end
+    return re.sub(r"\n{3,}", "\n\n", (found + tree.source[at:]).decode())

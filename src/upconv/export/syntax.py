@@ -1,0 +1,260 @@
+"""The syntax tree of kernel files, and what is known of their constants by the structs that instantiate them."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import tree_sitter_cuda
+from tree_sitter import Language, Node, Parser
+
+Constants = Mapping[str, int | list[int]]
+"""The integers and arrays of a struct, by name."""
+EVERYTHING, NO_FIELDS, NO_LOOPS, NO_VALUES = range(4)
+"""What is folded of a part."""
+PART, PRAGMA = "//part", "//ragma"  # a line ahead of each part; a comment as long as #pragma
+
+_PARSER = Parser(Language(tree_sitter_cuda.language()))
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: int(a / b),
+    "%": lambda a, b: a - b * int(a / b), "<<": lambda a, b: a << b, ">>": lambda a, b: a >> b,
+    "&": lambda a, b: a & b, "|": lambda a, b: a | b, "==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b),
+    "<": lambda a, b: int(a < b), ">": lambda a, b: int(a > b), "<=": lambda a, b: int(a <= b),
+    ">=": lambda a, b: int(a >= b), "&&": lambda a, b: int(bool(a and b)), "||": lambda a, b: int(bool(a or b)),
+}  # fmt: skip
+DECIDED_BY = {("*", 0): "0", ("&&", 0): "false", ("||", 1): "true", ("&", 0): "0"}
+"""What operators give with a value on either side."""
+TRUTH = {"true": 1, "false": 0}
+_CONSTANTS = {
+    "enumerator", "function_definition", "declaration", "field_declaration", "parameter_declaration",
+    "optional_parameter_declaration",
+}  # fmt: skip
+DECLARATIONS = ("declaration", "field_declaration")
+
+
+class Tree:
+    """A text's syntax tree, and what is known of its constants."""
+
+    def __init__(
+        self,
+        text: str,
+        structs: Sequence[Sequence[Constants]],
+        literals: frozenset[str] = frozenset(),
+        levels: Sequence[int] | None = None,
+    ) -> None:
+        self.source, self.literals = text.encode(), literals
+        self.structs = [list(of) or [{}] for of in structs]
+        self.root = _PARSER.parse(self.source).root_node
+        self.nodes = list(walk(self.root))
+        self.begins = [found.start() for found in re.finditer(PART.encode(), self.source)] or [0]
+        self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
+        """By part and struct: constants that have one value wherever one of their name is declared."""
+        precisions = {of["precision"] for part in self.structs for of in part if "precision" in of}
+        self.precision = precisions.pop() if len(precisions) == 1 else None
+        """That of all structs, which templates call P."""
+        self.local: dict[str, int] = {}
+        self.levels = list(levels or [EVERYTHING] * len(structs))
+        self.fields: list[dict[str, int]] = [{} for _ in structs]
+        while self._learn():
+            pass
+        self._learn_fields()
+
+    def text(self, n: Node) -> str:
+        return self.source[n.start_byte : n.end_byte].decode()
+
+    def part(self, n: Node) -> int:
+        return bisect_right(self.begins, n.start_byte) - 1
+
+    @cached_property
+    def constants(self) -> list[dict[str, list[Node | int | None]]]:
+        """By part and name: the values that are declared."""
+        found: list[dict[str, list[Node | int | None]]] = [{} for _ in self.structs]
+        self.parameters: list[set[str]] = [set() for _ in self.structs]
+        self.again: list[set[str]] = [set() for _ in self.structs]
+        for n in self.nodes:
+            if n.type not in _CONSTANTS:
+                continue
+            names = found[self.part(n)]
+            if n.type == "enumerator" and n.parent is not None:
+                names.setdefault(self.text(n.named_children[0]), []).append(
+                    [one for one in n.parent.named_children if one.type == "enumerator"].index(n)
+                )
+            elif n.type in DECLARATIONS and re.match(r"(static )?(__device__ )?constexpr", self.text(n)):
+                for of, value in declared(n):
+                    if value is not None and self.text(value).rpartition("::")[2] == self.text(of):
+                        self.again[self.part(n)].add(self.text(of))
+                    else:
+                        names.setdefault(self.text(of), []).append(value)
+            elif n.type == "function_definition" and (result := _result(n)) is not None:
+                if (name := name_of(n.child_by_field_name("declarator"))) is not None:
+                    names.setdefault(self.text(name), []).append(result)
+            elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
+                self.parameters[self.part(n)].add(self.text(name))
+        return found
+
+    @cached_property
+    def uses(self) -> dict[str, list[Node]]:
+        """Where templates are given arguments, by name."""
+        found: dict[str, list[Node]] = {}
+        for n in self.nodes:
+            if n.type in ("template_type", "template_function"):
+                found.setdefault(self.text(n.named_children[0]), []).append(n)
+        return found
+
+    @cached_property
+    def same(self) -> list[dict[str, str]]:
+        """By part: constants that are but other ones, or numbers."""
+        found: list[dict[str, str]] = [{} for _ in self.structs]
+        for part, (mine, names) in enumerate(zip(found, self.constants)):
+            for name, values in names.items():
+                constants = (isinstance(one, Node) and not _within(one) for one in values)
+                texts = {self.text(one) if well else "" for one, well in zip(values, constants)}  # type: ignore[arg-type]
+                text = texts.pop() if len(texts) == 1 else ""
+                if text in self.parameters[part] or (name in self.again[part] and not text.isdigit()):
+                    continue
+                if re.fullmatch(r"\d+|true|false|(\w::)?\w+", text):
+                    mine[name] = text
+        return found
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        return frozenset(name for mine in self.same for name, text in mine.items() if text.isdigit())
+
+    def _learn(self) -> bool:
+        before = sum(len(known) for part in self.known for known in part)
+        for part, names in enumerate(self.constants):
+            for name, values in names.items():
+                for struct, known in enumerate(self.known[part]):
+                    given = {one if isinstance(one, int) else self.value(one, struct) for one in values}
+                    if len(given) == 1 and (value := given.pop()) is not None:
+                        known[name] = value
+        return sum(len(known) for part in self.known for known in part) > before
+
+    def _learn_fields(self) -> None:
+        """Fields of structs that have one known value wherever one of their name is assigned."""
+        declares = [Counter[str]() for _ in self.fields]
+        given: list[dict[str, set[int | None]]] = [{} for _ in self.fields]
+        for n in self.nodes:
+            part = self.part(n)
+            if n.type == "field_declaration":
+                declares[part].update(self.text(one) for one in n.children_by_field_name("declarator"))
+            elif n.type == "assignment_expression" and n.children[0].type == "field_expression":
+                name = self.text(n.children[0].named_children[-1])
+                given[part].setdefault(name, set()).add(self.value(n.children[2]))
+        for part, names in enumerate(given):
+            for name, (value, *more) in names.items():
+                if value is not None and not more and declares[part][name] == 1:
+                    self.fields[part][name] = value
+
+    def find(self, n: Node, name: str, struct: int) -> int | None:
+        """A constant's value by a struct, as a node may name it."""
+        return self.known[self.part(n)][struct].get(name, self.known[0][0].get(name))
+
+    def value(self, n: Node | None, struct: int | None = None) -> int | None:
+        """An expression's value where it is known: by one of its part's structs, or by all of them."""
+        if n is not None and struct is None:
+            values = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
+            return values.pop() if len(values) == 1 else None
+        if n is None or struct is None:
+            return None
+        kind, parts = n.type, n.named_children
+        if kind in ("number_literal", "true", "false"):
+            text = self.text(n).rstrip("uUlL")
+            return TRUTH.get(text, int(text, 0) if re.fullmatch(r"0x[\da-f]+|\d+", text) else None)
+        if kind in ("identifier", "type_identifier", "field_identifier"):
+            if self.text(n) == "P" and isinstance(self.precision, int):
+                return self.precision
+            mine = self.text(n) not in self.parameters[self.part(n)]
+            return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
+        if kind == "field_expression" and self.levels[self.part(n)] < NO_FIELDS:
+            return self.fields[self.part(n)].get(self.text(parts[-1]))
+        if kind == "call_expression":
+            return self.value(n.child_by_field_name("function"), struct)
+        if kind in ("template_function", "template_type"):
+            return self.find(n, self.text(parts[0]), struct)
+        if kind == "qualified_identifier":
+            scope, _, name = self.text(n).rpartition("::")
+            of = self.structs[self.part(n)][struct]
+            found = of.get(name) if re.search(r"\bC$", scope) else self.find(n, name, struct)
+            return found if isinstance(found, int) else None
+        if kind in ("parenthesized_expression", "condition_clause", "type_descriptor"):
+            return self.value(parts[0], struct) if len(parts) == 1 else None
+        if kind == "unary_expression" and (one := self.value(parts[-1], struct)) is not None:
+            return {"!": int(not one), "-": -one, "~": ~one}.get(self.text(n)[0])
+        if kind == "subscript_expression" and self.text(parts[0]).startswith("C::"):
+            array = self.structs[self.part(n)][struct].get(self.text(parts[0])[3:])
+            at = self.value(parts[1].named_children[0], struct)
+            return array[at] if isinstance(array, list) and at is not None and at < len(array) else None
+        if kind == "conditional_expression":
+            one = self.value(n.child_by_field_name("condition"), struct)
+            return None if one is None else self.value(branch(n, one), struct)
+        return self._binary(n, struct) if kind == "binary_expression" else None
+
+    def _binary(self, n: Node, struct: int) -> int | None:
+        operator = self.text(n.children[1])
+        left, right = self.value(n.children[0], struct), self.value(n.children[2], struct)
+        for one in (left, right):
+            if one is not None and (operator, one) in DECIDED_BY:
+                return int(DECIDED_BY[operator, one] == "true")
+        if operator == "%" and right == 1:
+            return 0
+        if left is None or right is None or operator not in _OPERATORS or (operator in "/%" and not right):
+            return None
+        return _OPERATORS[operator](left, right)
+
+
+def walk(n: Node) -> Iterator[Node]:
+    """A node and all in it, in the text's order."""
+    left = [n]
+    while left:
+        n = left.pop()
+        yield n
+        left += reversed(n.children)
+
+
+def _result(n: Node) -> Node | None:
+    """What a function returns, if that is all that it does."""
+    body = n.child_by_field_name("body")
+    only = body.named_children[0] if body is not None and body.named_child_count == 1 else None
+    return (
+        only.named_children[0] if only is not None and only.type == "return_statement" and only.named_children else None
+    )
+
+
+def _within(n: Node) -> bool:
+    """Whether a constant is a function's."""
+    return n.parent is not None and (n.parent.type == "compound_statement" or _within(n.parent))
+
+
+def branch(n: Node, condition: int) -> Node | None:
+    found = n.child_by_field_name("consequence" if condition else "alternative")
+    return found.named_children[-1] if found is not None and found.type == "else_clause" else found
+
+
+def declared(n: Node) -> Iterator[tuple[Node, Node | None]]:
+    """Name and value of each variable of a declaration."""
+    for i, one in enumerate(n.children):
+        if n.field_name_for_child(i) == "declarator":
+            if one.type == "init_declarator":
+                yield one.named_children[0], one.child_by_field_name("value")
+            else:
+                has = i + 2 < len(n.children) and n.children[i + 1].type == "="
+                yield one, n.children[i + 2] if has else None
+
+
+def name_of(n: Node | None) -> Node | None:
+    """The name in a declarator; None of a constructor or an operator, which stays with its struct."""
+    while n is not None and n.type not in ("identifier", "field_identifier", "template_function"):
+        if n.type in ("operator_name", "operator_cast", "destructor_name"):
+            return None
+        n = n.named_children[0] if n.named_children else None
+    if n is not None and n.type == "template_function":
+        return n.named_children[0]
+    struct = n
+    while struct is not None and struct.type != "struct_specifier":
+        struct = struct.parent
+    own = struct.child_by_field_name("name") if struct is not None else None
+    return None if n is None or (own is not None and own.text == n.text) else n
