@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +220,26 @@ def test_constants_must_have_names(constants: dict[str, int]) -> None:
 
 
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [("NVIDIA H200", 4.2e12), ("NVIDIA H100 PCIe", 1.8e12), ("NVIDIA RTX A4000", 0.9 * 448e9),
+     ("NVIDIA GeForce RTX 4090 Laptop GPU", 0.9 * 448e9)],  # a smaller chip of the same name
+)  # fmt: skip
+def test_bandwidth_goes_by_the_name_or_else_by_what_the_driver_tells(
+    monkeypatch: pytest.MonkeyPatch, name: str, bandwidth: float
+) -> None:
+    told = SimpleNamespace(
+        name=name, major=8, minor=6, multi_processor_count=48, shared_memory_per_block_optin=101376,
+        shared_memory_per_multiprocessor=102400, memory_clock_rate=7_000_000, memory_bus_width=256,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told)
+    gpu.cache_clear()
+    found = gpu(0)
+    gpu.cache_clear()
+    assert found.bandwidth == pytest.approx(bandwidth)
+    assert (found.name, found.arch, found.multiprocessors, found.shared_bytes) == (name, "86", 48, 101376)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 import upconv
@@ -88,6 +90,20 @@ def test_it_says_what_runs() -> None:
             upconv.ops.forget_plans()
             model(x)
         assert len(described) == len(forced), name
+
+
+def test_text_is_whole_and_rich_wraps() -> None:
+    found = upconv.summary(upconv.accelerate(Net()), (2, 3, 8, 8))
+    text = str(found)
+    assert repr(found) == text and text.splitlines()[-1] == found.closing and "\x1b" not in text
+    head, *lines = (line for line in text.splitlines() if line.strip())
+    assert head.split()[:4] == ["name", "layer", "input", "forward"]
+    for row in found.rows:
+        (line,) = (line for line in lines if line.lstrip().startswith(f"{row.name} "))
+        assert row.layer in line and row.why in line and ("(2 times)" in line) == (row.calls == 2)
+    narrow = io.StringIO()
+    Console(file=narrow, width=60).print(found)
+    assert max(map(len, narrow.getvalue().splitlines())) <= 60
 
 
 @pytest.mark.parametrize("channels", (3, 4), ids=("runs", "raises"))
