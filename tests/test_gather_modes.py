@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -477,11 +478,17 @@ MODES = calls() | of_cases(
 )
 
 
+@cache
+def chosen() -> list[Case]:
+    """Once for all parts."""
+    return few(cases, FIRST, MODES)
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late, and at another size where that is the same kernel's."""
     rng = random.Random(part)
-    for case in few(cases, FIRST, MODES)[part::PARTS]:
+    for case in chosen()[part::PARTS]:
         choice, other = case.choice, replace(case.choice, problem=other_size(of(case), case.choice.problem, rng))
         assert_computes(choice, emulator, 0, case.way)
         alike = other.sources() == choice.sources()

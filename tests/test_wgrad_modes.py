@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -210,9 +211,15 @@ MODES = ends() | of_cases(
 )
 
 
+@cache
+def chosen() -> list[Case]:
+    """Once for all parts."""
+    return few(cases, FIRST, MODES)
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late."""
-    for case in few(cases, FIRST, MODES)[part::PARTS]:
+    for case in chosen()[part::PARTS]:
         for seed in (0, 3):
             assert_computes(case.choice, emulator, seed, case.way)
