@@ -214,7 +214,7 @@ def _layers(options: Options) -> Measure:
             raise ValueError(f"--{name.replace('_', '-')} goes with --pass fwd alone")
     paths = {}
     if options.as_exported:
-        if options.suite != ["kernelbench"] or small:
+        if set(options.suite) != {"kernelbench"} or small:
             raise ValueError("--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU")
         paths = exported.files(exported.FOLDER, [job.case for job in todo])
     # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
