@@ -258,3 +258,26 @@ def name_of(n: Node | None) -> Node | None:
         struct = struct.parent
     own = struct.child_by_field_name("name") if struct is not None else None
     return None if n is None or (own is not None and own.text == n.text) else n
+
+
+Put = list[tuple[int, int, bytes]]
+"""Replaced text: begin, end and what it becomes."""
+
+
+def without(tree: Tree, cut: Sequence[Node], put: Put | None = None) -> str:
+    """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
+    edits = list(put or ())
+    for n in cut:
+        begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
+        while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
+            b"//"
+        ):
+            if line.lstrip().startswith((b"// ---", b"// ===", PART.encode())):
+                break
+            begin -= len(line)
+        edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))
+    found, at = b"", 0
+    for begin, end, text in sorted(edits):
+        if begin >= at:
+            found, at = found + tree.source[at:begin] + text, end
+    return re.sub(r"\n{3,}", "\n\n", (found + tree.source[at:]).decode())
