@@ -193,7 +193,7 @@ def rearranged_choice(mode: str) -> Callable[[random.Random, Problem, Gpu], Any]
     def draw(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
         if rearranged.refusal(mode, p, gpu) is not None:
             return None
-        inner = rearranged.choose(rearranged.mode_of(mode).rearranged(p), gpu)
+        inner = rearranged.choose(rearranged.MODES[mode].rearranged(p), gpu)
         return None if isinstance(inner, str) else rearranged.Choice(mode, inner, p, 1e-5)
 
     return draw

@@ -6,10 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from upconv.bench.timing import operands
 from upconv.cuda.compile import jit
+from upconv.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -44,3 +48,29 @@ def test_a_checkout_is_the_same_as_itself(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert [one["row"] for one in found] == ["tf32 dcganO fwd", "field-tf32 bil21 fwd"]
     assert not any(one["time"] for one in found)
+
+
+def test_each_side_computes_its_own_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns, also of gradients, whose forward is made ahead: a side that finds the other's forward is PyTorch's."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sides = [checkouts.Checkout(ROOT, name, tmp_path) for name in ("one_side", "other_side")]
+    called: list[str] = []
+    for side in sides:
+        module = side("modules")
+        real = module.conv_transpose
+
+        def recorded(*given: Any, name: str = side.name, real: Any = real) -> Any:
+            called.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(module, "conv_transpose", recorded)
+    for base, forward in checkouts._STOCK.items():
+        monkeypatch.setattr(base, "forward", forward)
+    p = Problem.make(2, 4, 4, (6, 6), 3, 2)
+    for pass_, calls in (("fwd", 4), ("step", 4), ("grad-input", 2)):
+        q = p.with_(pass_=pass_)
+        works = [side.work(q, operands(q, torch.device("cpu"), 0)) for side in sides]
+        for run in (*works, *reversed(works)):
+            run()
+        assert sorted(called) == sorted([side.name for side in sides] * (calls // 2)), pass_
+        called.clear()

@@ -8,8 +8,7 @@ OutOfMemoryError rises: another kernel in their place would round otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 from upconv.cuda import family
 from upconv.cuda.family import weighed
@@ -18,25 +17,13 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
 from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.rearrange import batches
+from upconv.cuda.rearrange import batches, relayout, unshuffle
+from upconv.cuda.rearrange.around import Around
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
 Inner = gather.Choice | TileChoice | wgrad.Choice
-THREADS = 256  # of a block that copies
-COPY = 4e-6  # seconds of a copy's launch beside its bytes
 _GAIN = 5e-6  # seconds at least: three or four launches stand against one or two, each some 10 us of a host's step
-
-
-class Around(NamedTuple):
-    """What a call launches around the inner kernel."""
-
-    ahead: tuple[Launch, ...]
-    behind: tuple[Launch, ...]
-    names: dict[Operand, Scratch]
-    """The rearranged tensors, by the operands that they are in the place of."""
-    given: Given
-    """How the inner call has its operands."""
 
 
 class Mode(Protocol):
@@ -60,10 +47,7 @@ class Mode(Protocol):
         """For a summary."""
 
 
-def mode_of(name: str) -> Mode:
-    """A mode by the name of its module."""
-    found: Any = import_module(f"{__package__}.{name}")
-    return cast(Mode, found)
+MODES: dict[str, Mode] = {"unshuffle": unshuffle, "relayout": relayout}
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class Choice(family.Defaults):
     """A choice for the rearranged problem."""
 
     mode: str
-    """The name of its module."""
+    """By its name in `MODES`, since a choice is pickled."""
     inner: Inner
     problem: Problem
     seconds: float
@@ -82,7 +66,7 @@ class Choice(family.Defaults):
     @property
     def _contiguous(self) -> Around:
         """Of contiguous weights in the problem's dtype."""
-        return mode_of(self.mode).around(self.problem, Given("contiguous"))
+        return MODES[self.mode].around(self.problem, Given("contiguous"))
 
     @property
     def temporary_bytes(self) -> int:
@@ -92,7 +76,7 @@ class Choice(family.Defaults):
     @property
     def summary(self) -> str:
         memory = f"{self.temporary_bytes / 1e6:.3g} MB of temporaries"
-        return f"{mode_of(self.mode).words(self.problem)}, {memory}: {self.inner.summary}"
+        return f"{MODES[self.mode].words(self.problem)}, {memory}: {self.inner.summary}"
 
     @property
     def bound(self) -> str:
@@ -113,7 +97,7 @@ class Choice(family.Defaults):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        p, q = self.problem, mode_of(self.mode).rearranged(self.problem)
+        p, q = self.problem, MODES[self.mode].rearranged(self.problem)
         return (*q.weight_shape[:2], *p.kernel) if self._writes_result else p.weight_shape
 
     @property
@@ -132,7 +116,7 @@ class Choice(family.Defaults):
         return (*dict.fromkeys(one.unit for one in (*around.ahead, *around.behind)), *inner)
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
-        around = mode_of(self.mode).around(self.problem, given)
+        around = MODES[self.mode].around(self.problem, given)
         return *around.ahead, *self._inner(around), *around.behind
 
     def _inner(self, around: Around) -> tuple[Launch, ...]:
@@ -157,7 +141,7 @@ def refusal(mode: str, p: Problem, gpu: Gpu) -> str | None:
         return "that rearranging pays was measured on compute capability 9.0 alone"
     if p.precision not in ("tf32", "bf16", "fp16"):
         return "that rearranging pays was measured for TF32 and 16 bits alone"
-    return mode_of(mode).refusal(p)
+    return MODES[mode].refusal(p)
 
 
 def choose(q: Problem, gpu: Gpu) -> Inner | str:
@@ -178,7 +162,7 @@ def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, gener
         return "whether it pays depends on the size of the input"
     if best is None:
         return "there is no kernel for the tensors as they are, whose estimate would tell whether this pays"
-    of = mode_of(mode)
+    of = MODES[mode]
     q, copies = of.rearranged(p), of.seconds(p, gpu)
     bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
     if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer

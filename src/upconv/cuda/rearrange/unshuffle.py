@@ -19,7 +19,7 @@ import math
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange.rearranged import COPY, THREADS, Around
+from upconv.cuda.rearrange.around import COPY, THREADS, Around
 from upconv.problem import Problem
 
 DOUBT = 1.0  # of `rearranged.Mode`
