@@ -21,6 +21,7 @@ from upconv.export.syntax import (
     NO_VALUES,
     PART,
     PRAGMA,
+    WORD,
     Constants,
     Put,
     Tree,
@@ -42,7 +43,6 @@ _KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and
 _KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
 _DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
 _COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
-_WORD = re.compile(r"[A-Za-z_]\w*")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _BLOCK = "compound_statement"
 _NAMING = ("enumerator", "template_function", "template_type")
@@ -301,7 +301,7 @@ def _alone(tree: Tree, n: Node, kept: Node | None) -> str:
     outside = tree.source[function.start_byte : kept.start_byte] + tree.source[kept.end_byte : function.end_byte]
     mine = {tree.text(name) for one in kept.children if one.type == "declaration" for name, _ in declared(one)}
     lines = text[1:-1].strip("\n").rstrip().splitlines()
-    if mine & set(_WORD.findall(outside.decode())):
+    if mine & set(WORD.findall(outside.decode())):
         return text  # with its braces, since a name is another's, too
     if len(lines) < 2:
         return "".join(lines).strip()
@@ -328,7 +328,7 @@ def _reached(tree: Tree, wanted: set[str]) -> str:
             part = tree.part(n)
             if names is None or words[part].intersection(map(tree.text, names)):
                 kept.add(n.id)
-                found = _WORD.findall(_COMMENT.sub("", _head(tree, n)))
+                found = WORD.findall(_COMMENT.sub("", _head(tree, n)))
                 words[part].update(found)
                 words[0].update(found)
     cut = [n for n, _, owner in items if n.id not in kept and (owner is None or owner.id in kept)]
@@ -384,7 +384,7 @@ def _unread(tree: Tree) -> tuple[list[Node], Put]:
     for function in tree.nodes:
         if function.type != "function_definition":
             continue
-        words = Counter(_WORD.findall(_COMMENT.sub("", tree.text(function))))
+        words = Counter(WORD.findall(_COMMENT.sub("", tree.text(function))))
         for n in walk(function):
             if n.type == "static_assert_declaration":
                 cut.append(n)

@@ -6,10 +6,9 @@ import re
 
 from tree_sitter import Node
 
-from upconv.export.syntax import TRUTH, Put, Tree, declared, without
+from upconv.export.syntax import TRUTH, WORD, Put, Tree, declared, without
 
 _TEMPLATE = re.compile(r"template <([^;{]*?)>\s*(?:struct|(?:static )?constexpr int) (\w+)(?:<([^;{=:]*)>)?")
-_WORD = re.compile(r"[A-Za-z_]\w*")
 
 _Form = tuple[Node, list[str], list[str]]
 """A template: its declaration, its parameters, and what a specialisation has for them."""
@@ -113,7 +112,7 @@ def _matching(tree: Tree, at: Node, fixed: list[str], parameters: list[str], val
     score, unknown = 1, False
     for text, value in zip(fixed, values):
         wanted = int(text) if text.isdigit() else TRUTH.get(text, tree.find(at, text, 0))
-        if wanted is None or any(text in _WORD.findall(one) for one in parameters) or text == "P":
+        if wanted is None or any(text in WORD.findall(one) for one in parameters) or text == "P":
             continue
         if value is not None and value != wanted:
             return 0

@@ -15,6 +15,7 @@ Constants = Mapping[str, int | list[int]]
 """The integers and arrays of a struct, by name."""
 EVERYTHING, NO_FIELDS, NO_LOOPS, NO_VALUES = range(4)
 """What is folded of a part."""
+WORD = re.compile(r"[A-Za-z_]\w*")
 PART, PRAGMA = "//part", "//ragma"  # a line ahead of each part; a comment as long as #pragma
 
 _PARSER = Parser(Language(tree_sitter_cuda.language()))
