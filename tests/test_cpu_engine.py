@@ -74,6 +74,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(cpu.run, name, 32)
     monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
     monkeypatch.setattr(cpu.run, "_SHARE", 1 / 4)
+    monkeypatch.setattr(cpu.run, "_SHARE_BYTES", 0)
     cpu.run._geometry.cache_clear()
     yield
     cpu.run._geometry.cache_clear()
@@ -117,6 +118,13 @@ def test_large_layers_hold_no_more_memory_than_pytorchs_operator() -> None:
         for plan in ("shuffle", "native")
     )
     assert ours <= 1.05 * theirs
+
+
+def test_a_small_batch_is_taken_in_few_shares() -> None:
+    """Each share waits for its threads, which beside other programs takes longer than a small share's sums."""
+    p = Problem.make(4, 128, 3, (128, 128), 4, 2, 1, layout="channels_last")
+    assert cpu.run._share(p, cpu.run._geometry(p)) == 2
+    assert cpu.run._share(p.with_(batch=64), cpu.run._geometry(p.with_(batch=64))) < 32
 
 
 @given(p=gradient_problems())

@@ -191,8 +191,10 @@ def _wide(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # reordered once instead (docs/experiments.md).
 _NARROW_INPUT = 16
 # A correlation's results, and oneDNN's copies of them, exist beside the output. In NCHW PyTorch's operator holds as
-# much, in channels_last little: there the results of a share of the batch are this part of all bytes at most.
+# much, in channels_last little: there the results of a share of the batch are this part of all bytes at most. Below so
+# many bytes a share ends before threads that wait for a core are run again, and beside other programs each share waits.
 _SHARE = 1 / 40
+_SHARE_BYTES = 1 << 21
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -295,12 +297,12 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _share(p: Problem, geometry: _Geometry) -> int:
-    """Images per correlation of `shuffle`: all, but in channels_last those whose results are within `_SHARE`."""
+    """Images per correlation of `shuffle`: all, but in channels_last those within `_SHARE` and `_SHARE_BYTES`."""
     if p.layout == "nchw":
         return p.batch
     channels = math.prod(geometry.packed_shape[: p.rank + 2])
     image = channels * math.prod(axis.made for axis in geometry.axes) * p.dtype.itemsize
-    return max(1, min(p.batch, int(_SHARE * p.bytes) // image))
+    return max(1, min(p.batch, max(_SHARE_BYTES, int(_SHARE * p.bytes)) // image))
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
