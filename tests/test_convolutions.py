@@ -274,6 +274,20 @@ def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, ch
     assert not differences(*said, 1e-10)
 
 
+def test_a_layer_with_other_settings_is_judged_anew(stand_ins: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be another module's, in the memory of one that is gone."""
+    monkeypatch.setattr(modules, "small", lambda shape, weight_shape, stride: weight_shape[0] > 8)
+    one, _ = layer(2, 4, 8, 3, padding=1, padding_mode="circular", bias=False)
+    weight, wider = one.weight, nn.Parameter(torch.randn(16, 4, 3, 3, dtype=torch.float64))
+    for changed, ours in (({}, []), ({"padding_mode": "zeros"}, ["grad-input"])):
+        vars(one).update(changed)
+        one(image())
+        assert stand_ins.ran() == ours
+    for one.weight, ours in ((wider, []), (weight, ["grad-input"])):
+        one(image())
+        assert stand_ins.ran() == ours
+
+
 @pytest.mark.parametrize("ours_by", ("kernels", "size", "rule"))
 def test_a_computed_weight_is_computed_once(stand_ins: Kernels, ours_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spectral norm takes a step of its power iteration whenever it is."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from upconv import cpu, planner
 from upconv.planner import Plan
@@ -42,13 +40,8 @@ def observed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or (torch._C._len_torch_function_stack() > 0 and _function_mode_active())
+        or calls.modes_watch()
     )
-
-
-def _function_mode_active() -> bool:
-    """Whether a ``__torch_function__`` mode wants to see calls; a default device is such a mode and does not."""
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 # --- which plan ------------------------------------------------------------------------------------------------------

@@ -204,9 +204,9 @@ class LazyConvTranspose3d(nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ign
 # --- plain convolutions ----------------------------------------------------------------------------------------------
 
 
-_left: dict[int, tuple[Any, Any, Any]] = {}
-"""By a module's `id`, of its last call that was PyTorch's: the input's shape, the size of the kernel, and None where it
-is by these (too small, say, whatever else changes), else the rest of what the rule goes by (`_state`).
+_left: dict[int, tuple[Any, Any]] = {}
+"""By a module's `id`, of its last call that was PyTorch's: shapes and settings (`_described`), and None where it is by
+these (too small, say, whatever else changes), else the rest of what the rule goes by (`_state`).
 
 So a call that is PyTorch's costs a model that waits for its host 2 or 6 us more, not 20 to 40.
 """
@@ -226,9 +226,8 @@ def _convolve(module: Any, called: Called, input: Tensor) -> Tensor:
         known = _left.get(id(module))
         if (
             known is None
-            or known[0] != input.shape
-            or known[1] is not module.kernel_size
-            or (known[2] is not None and known[2] != _state(input, weight, bias))
+            or known[0] != _described(module, input, weight)
+            or (known[1] is not None and known[1] != _state(input, weight, bias))
         ):
             found = _ours(module, called[0], input, weight, bias)
             if found is not None:
@@ -270,8 +269,14 @@ def _ours(module: Any, rank: int, input: Tensor, weight: Tensor, bias: Tensor | 
             state = _state(input, weight, bias)
     if len(_left) >= calls.MOST:
         _left.clear()
-    _left[id(module)] = input.shape, module.kernel_size, state
+    _left[id(module)] = _described(module, input, weight), state
     return None
+
+
+def _described(module: Any, input: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Shapes and settings, which may be another module's by now: of one that took the place of one that is gone."""
+    settings = module.stride, module.padding, module.dilation, module.groups, module.padding_mode
+    return input.shape, weight.shape, *settings
 
 
 def _state(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:

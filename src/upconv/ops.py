@@ -112,6 +112,8 @@ def repeated(
     """
     if type(input) not in PLAIN or type(weight) not in PLAIN or input.is_nested or weight.is_nested:
         return None
+    if bias is not None and (type(bias) not in PLAIN or bias.is_nested):
+        return None
     known = calls.known(plain, input, weight, bias, (rank, stride, padding, output_padding, groups, dilation))
     if known is None:
         return None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from upconv.problem import Precision
 
@@ -67,7 +69,7 @@ MOST_CALLS = 8
 MOST_GUARDS = 32
 """Made for the same shapes: where they alternate more, calls do without."""
 
-_function_stack: Callable[[], int] = torch._C._len_torch_function_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 _GUARDS: Callable[..., Any] | None = getattr(
@@ -91,6 +93,11 @@ def float32_precision() -> Precision:
     kernels that PyTorch takes without cuDNN know no TF32.
     """
     return "tf32" if _cudnn_enabled() and _conv_precision("cuda", "conv") == "tf32" else "ieee"
+
+
+def modes_watch() -> bool:
+    """Whether a ``__torch_function__`` mode wants to see calls; a default device is such a mode and does not."""
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 class Call:
@@ -129,7 +136,7 @@ class Call:
             and self._unbiased is (bias is None)
             and (self._check(input, weight) if bias is None else self._check(input, weight, bias))
             and forward_ad._current_level < 0
-            and not _function_stack()
+            and not (_function_modes() and modes_watch())
             and (self._precision is None or self._precision == float32_precision())
             and (self.autocast is None or self.autocast is torch.get_autocast_dtype(self._kind))
             and (not self._last or _cudnn_enabled())
@@ -171,7 +178,7 @@ def forget() -> None:
 def known(plain: bool, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
     """The remembered call that a call is; None for another.
 
-    Input and weight must be of PyTorch's own types, and not nested: these have no shapes, and guards no answer.
+    The operands must be of PyTorch's own types, and not nested: these have no shapes, and guards end the process.
     """
     noted = seen.get((plain, input.shape, weight.shape))
     if noted is not None:
@@ -186,7 +193,7 @@ def remember(operation: Operation, given: Operands, dtype: torch.dtype, argument
 
     ``dtype`` is what the call computes in.
     """
-    if _GUARDS is None or _function_stack() or not all(map(integral, arguments)):
+    if _GUARDS is None or modes_watch() or not all(map(integral, arguments)):
         return
     key = operation.plain, given[0].shape, given[1].shape
     noted = seen.get(key)
