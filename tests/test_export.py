@@ -636,12 +636,12 @@ def test_a_check_tells_right_from_wrong(
 
         setattr(module["fake"], wrong, spoiled)
     monkeypatch.setattr(check, "load", lambda text: module)
-    monkeypatch.setattr(timing, "SWEEP", timing.Repeats(0.0, 3, 3))
+    monkeypatch.setattr(check, "RUNS", timing.Repeats(0.0, 3, 3))
     found = check.compare("", p, "conv_transpose2d", (), torch.device("cpu"))
-    assert found.passed is (wrong is None)
-    assert found.ratio > 0 and (found.worst > 1) is (wrong == "forward")
+    assert (found.failure is None) is (wrong is None)
+    assert bool(found.taken) is (wrong is None) and (found.used > 1) is (wrong == "forward")
     text = command.Checked(found, "some GPU").text
-    assert ("NOT within" in text) is (wrong is not None) and "on some GPU" in text
+    assert text.startswith("wrong: ") is (wrong is not None) and ("on some GPU" in text) is (wrong is None)
 
 
 # --- the forward alone, and C -----------------------------------------------------------------------------------------

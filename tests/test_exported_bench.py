@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from measured import CPU, SHORT
-from upconv.bench import exported, report, run, suites, tables, timing
-from upconv.bench.run import How, Job
+from measured import CPU, SHORT, command
+from upconv.bench import exported, report, suites, tables
+from upconv.export import check
 from upconv.export.signatures import init_arguments
 from upconv.modules import TRANSPOSED
 from upconv.problem import Problem
@@ -60,67 +61,156 @@ def test_the_exported_models_are_not_refused(case: str) -> None:
     torch.manual_seed(42)
     theirs = Original(p).state_dict()
     torch.manual_seed(42)
-    ours = exported.model(path)(*init_arguments(int(case[2:]), p)).state_dict()
+    names = check.load(path.read_text(encoding="utf-8"))
+    ours = names["ModelNew"](*init_arguments(int(case[2:]), p)).state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
-SMALL = Problem.make(2, 3, 4, (9, 10), 3)
-# What a file looks like, with a loop over taps in its kernels' place.
+SMALL = Problem.make(2, 4, 4, (9, 10), 3)
+# What a file looks like, with a loop over taps in its kernels' place. The weight's gradient has a factor of its own.
 FILE = """
+import os
+import types
 import torch
 from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_channels, out_channels, *[kernel_size] * 2))
+
+    def sums(self, x):
+        w = self.weight.clone()
+        if w.requires_grad:
+            w.register_hook(lambda grad: grad * SLOPE)
+        (n, _, h, width), (_, channels, rows, columns) = x.shape, w.shape
+        y = x.new_zeros(n, channels, h + rows - 1, width + columns - 1)
+        for i in range(rows):
+            for j in range(columns):
+                y[:, :, i : i + h, j : j + width] += torch.einsum("nchw,co->nohw", x, w[:, :, i, j])
+        return y * FACTOR
 
 class ModelNew(nn.Module):
     def __init__(self, in_channels, out_channels, kernel_size, bias=False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_channels, out_channels, *[kernel_size] * 2))
+        self.conv_transpose2d = Layer(in_channels, out_channels, kernel_size)
 
     def forward(self, x):
-        (n, _, h, w), (_, channels, rows, columns) = x.shape, self.weight.shape
-        y = x.new_zeros(n, channels, h + rows - 1, w + columns - 1)
-        for i in range(rows):
-            for j in range(columns):
-                y[:, :, i : i + h, j : j + w] += torch.einsum("nchw,co->nohw", x, self.weight[:, :, i, j])
-        return y * FACTOR
+        return self.conv_transpose2d.sums(x)
 
 def build():
-    open(__file__ + ".built", "w").close()
+    made = __file__ + ".so"
+    if not os.path.exists(made):
+        open(made, "w").close()
+    return types.SimpleNamespace(__file__=made)
 """
 
 
-def row(folder: Path, factor: float) -> dict[str, Any]:
-    (folder / "model_57.py").write_text(FILE.replace("FACTOR", str(factor)))
-    files = exported.files(folder, ["kb57"])
-    return run.row(Job("kernelbench", "kb57", SMALL), CPU, How(SHORT, exported=files))
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder for files of problem 57, which is small, and measured in three rounds."""
+    monkeypatch.setitem(suites.SUITES, "kernelbench", (suites.Case("kb57", SMALL),))
+    monkeypatch.setattr(check, "RUNS", SHORT)
+    monkeypatch.setattr(exported, "FOLDER", tmp_path)
+    return tmp_path
 
 
-def test_a_right_file_is_timed_beside_pytorch_and_the_library(tmp_path: Path) -> None:
-    found = row(tmp_path, 1.0)
-    assert found["failure"] is None and found["rel_error"] < 1e-6
-    assert found["exported_ratio"] == pytest.approx(found["torch_ms"] / found["exported_ms"])
-    assert found["exported_lower_ms"] <= found["exported_ms"] <= found["exported_upper_ms"]
-    shown = report.gather([found], CPU, ceilings=None)
-    run.set_roof(found, {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": {"ieee": 1e10}})
-    assert found["exported_lines"] == len(FILE.splitlines())
-    texts = {column.head: column.text(found) for column in tables.columns(shown)}
-    assert {"exported ms", "exported"} <= set(texts) and texts["lines"] == str(len(FILE.splitlines()))
+def row(folder: Path, factor: float = 1.0, slope: float = 1.0) -> dict[str, Any]:
+    path = folder / "model_57.py"
+    path.write_text(FILE.replace("FACTOR", str(factor)).replace("SLOPE", str(slope)))
+    return exported.row("kb57", path, CPU)
 
 
-def test_a_file_that_calls_pytorchs_convolution_has_no_speed(tmp_path: Path) -> None:
-    (tmp_path / "model_57.py").write_text(FILE.replace("return y * FACTOR", "return torch.conv2d(x, self.weight)"))
-    files = exported.files(tmp_path, ["kb57"])
-    found = run.row(Job("kernelbench", "kb57", SMALL), CPU, How(SHORT, exported=files))
-    assert found["failure"] == "ValueError: KernelBench would refuse model_57.py: line 16 calls torch.conv2d"
-    assert found["ours_ms"] is None and "exported_ms" not in found
+def test_a_right_file_is_timed_beside_pytorch_and_the_library(small: Path) -> None:
+    found = row(small)
+    assert found["failure"] is None and found["tolerance_used"] < 0.1
+    assert 0 < found["grad_input_error"] < 1e-5 and 0 < found["grad_weight_error"] < 1e-5
+    assert found["rounds"] == SHORT.least
+    for side, ratio in (("torch", "ratio"), ("tuned", "tuned_ratio"), ("library", "library_ratio")):
+        assert found[ratio] == pytest.approx(found[f"{side}_ms"] / found["ours_ms"])
+    assert found["ours_lower_ms"] <= found["ours_ms"] <= found["ours_upper_ms"]
+    assert (found["rules"], found["lines"]) == ("hold", FILE.count("\n"))
 
 
-@pytest.mark.parametrize("factor", [1.001, 0.0, 1e30])
-def test_a_wrong_file_has_no_speed(tmp_path: Path, factor: float) -> None:
-    found = row(tmp_path, factor)
-    assert str(found["failure"]).startswith("wrong result of the exported file: relative error ")
-    assert found["ours_ms"] is None and "exported_ms" not in found
+@pytest.mark.parametrize(
+    ("factor", "slope", "reason"),
+    [
+        (1.001, 1, "outputs differ from PyTorch's by "),
+        (0.0, 1, "outputs differ"),
+        ("float('nan')", 1, "outputs differ from PyTorch's by inf times"),
+        (1, 1.01, "the gradient for the weight differs from PyTorch's by 1.0e-02, more than 0.004"),
+        (1, 0, "the gradient for the weight differs from PyTorch's by 1.0e+00"),
+        (1, "float('nan')", "the gradient for the weight differs from PyTorch's by nan"),
+    ],
+)
+def test_a_wrong_file_has_no_speed(small: Path, factor: Any, slope: Any, reason: str) -> None:
+    found = row(small, factor, slope)
+    assert str(found["failure"]).startswith(f"wrong: {reason}")
+    assert found["ours_ms"] is None and found["ratio"] is None and "torch_ms" not in found
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("slope", [1, 2])
+def test_the_command_reports_files(small: Path, slope: int) -> None:
+    """A wrong gradient is exit code 1, though the output is right."""
+    row(small, slope=slope)
+    report_path = small / "r.json"
+    given = ["--suite", "kernelbench", "--as-exported", "--full", "--device", "cpu", "--json", str(report_path)]
+    code, text = command("bench", *given)
+    found = report.load(report_path)
+    assert found["kind"] == "exported" and found["complete"] and found["rows"][0]["build_s"] > 0
+    assert code == (0 if slope == 1 else 1)
+    assert f"{2 - slope} of 1 files right" in text and ("wrong: the gradient for the weight" in text) == (slope == 2)
+    code, again = command("bench", "--from", str(report_path))
+    assert again == text.split("written: ")[0]
+    if slope == 1:
+        heads = {column.head for column in tables.columns(found)}
+        assert {"PyTorch ms", "tuned ms", "upconv ms", "file ms", "rules", "lines", "build s"} <= heads
+
+
+def test_a_file_that_calls_pytorchs_convolution_has_no_speed(small: Path) -> None:
+    path = small / "model_57.py"
+    path.write_text(FILE.replace("return y * FACTOR", "return torch.conv2d(x, w)").replace("SLOPE", "1"))
+    found = exported.row("kb57", path, CPU)
+    line = 1 + path.read_text().splitlines().index("        return torch.conv2d(x, w)")
+    assert found["failure"] == f"KernelBench would refuse model_57.py: line {line} calls torch.conv2d"
+    assert found["ours_ms"] is None and found["rules"] == "do not"
+
+
+def test_a_file_that_cannot_run_does_not_cost_the_others(small: Path) -> None:
+    path = small / "model_57.py"
+    path.write_text(FILE.replace("return y * FACTOR", "raise RuntimeError('no nvcc here')").replace("SLOPE", "1"))
+    assert exported.row("kb57", path, CPU)["failure"] == "RuntimeError: no nvcc here"
+
+
+def test_grouped_files_are_compared_as_ieee(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch and the file run under PyTorch's default flags; the library multiplies as the file does."""
+    monkeypatch.setitem(suites.SUITES, "kernelbench", (suites.Case("kb57", SMALL.with_(groups=2)),))
+    seen: dict[str, set[str]] = {"file": set(), "library": set()}
+    cudnn: Any = torch.backends.cudnn
+
+    def of_library(module: nn.Module) -> nn.Module:
+        module.register_forward_hook(lambda *given: seen["library"].add(cudnn.conv.fp32_precision))
+        return module
+
+    class ModelNew(nn.Module):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__()
+            self.conv_transpose2d = nn.ConvTranspose2d(*arguments, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.is_grad_enabled():
+                seen["file"].add(cudnn.conv.fp32_precision)
+            found: torch.Tensor = self.conv_transpose2d(x)
+            return found
+
+    monkeypatch.setattr(check, "load", lambda text: {"ModelNew": ModelNew})
+    monkeypatch.setattr(check.upconv, "accelerate", of_library)
+    found = row(small)
+    assert (found["failure"], found["precision"]) == (None, "ieee")
+    assert seen == {"file": {"tf32"}, "library": {"ieee"}}
 
 
 def test_files_that_are_not_there_are_a_sentence(tmp_path: Path) -> None:
@@ -129,20 +219,19 @@ def test_files_that_are_not_there_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_builds_run_side_by_side(tmp_path: Path) -> None:
+    """Of one that is compiled already there is no time."""
     right, wrong = tmp_path / "model_57.py", tmp_path / "model_65.py"
-    right.write_text(FILE.replace("FACTOR", "1"))
+    right.write_text(FILE)
     wrong.write_text("def build():\n    raise RuntimeError('no nvcc here')\n")
     heard: list[str] = []
-    taken = exported.build(exported.files(tmp_path, ["kb57", "kb65"]), heard.append)
-    assert taken["kb57"] > 0 and taken["kb65"] is None
-    assert Path(f"{right}.built").exists() and sorted(heard) == ["building model_57.py", "building model_65.py"]
+    paths = exported.files(tmp_path, ["kb57", "kb65"])
+    taken = exported.build(paths, heard.append)
+    assert taken["kb57"] is not None and taken["kb57"] > 0 and taken["kb65"] is None
+    assert Path(f"{right}.so").exists() and sorted(heard) == ["building model_57.py", "building model_65.py"]
+    assert exported.build(paths, heard.append) == {"kb57": None, "kb65": None}
 
 
 @pytest.mark.gpu
-def test_a_file_on_a_gpu(tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
-    p = next(case.problem for case in CASES if case.name == "kb81").with_(precision="tf32", batch=2)
-    how = How(SHORT, exported=exported.files(MODELS, ["kb81"]))
-    found = run.row(Job("kernelbench", "kb81", p), device, how)
-    assert found["failure"] is None and found["tolerance_used"] is not None and found["exported_ratio"] > 0
-    assert timing.NAMES["exported"] == "the exported file"
+def test_a_file_on_a_gpu() -> None:
+    found = exported.row("kb75", MODELS / "model_75.py", torch.device("cuda", 0))
+    assert found["failure"] is None and found["rounds"] == 100 and found["ratio"] > 0

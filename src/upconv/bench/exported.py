@@ -1,4 +1,4 @@
-"""Exported files as one more side of the bench: ``upconv bench --suite kernelbench --as-exported``."""
+"""Exported files by KernelBench's rules: ``upconv bench --suite kernelbench --as-exported``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
 
-from torch import nn
+import torch
 
-from upconv.bench.timing import Operands, Work
-from upconv.export.signatures import init_arguments
-from upconv.problem import Problem
+from upconv.bench import report, timing
+from upconv.bench.report import Report, Row, finite
+from upconv.export import default_precision, kernelbench_problem, signatures
+from upconv.export.check import compare
 
 FOLDER = Path("models")
 """Of exported files, where the bench is called."""
@@ -38,24 +38,36 @@ def files(folder: Path, cases: Iterable[str]) -> dict[str, Path]:
     return found
 
 
-_BUILD = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='model')['build']()"
+_BUILD = """
+import runpy, sys, time
+build = runpy.run_path(sys.argv[1], run_name="model")["build"]
+begin = time.perf_counter()
+extension = build().__file__
+print(time.perf_counter() - begin, extension)
+"""
 
 
 def build(paths: Mapping[str, Path], tell: Callable[..., object]) -> dict[str, float | None]:
-    """Compiles all files' extensions at once, a process for each; they stay in PyTorch's folder for extensions.
+    """Compiles all files' extensions, a process for each; they stay in PyTorch's folder for extensions.
+
+    Each has two cores, so that it takes as long as alone.
 
     Returns:
-        By case the seconds that it took beside the others, next to none for a file that is compiled already. None for
-        one that cannot be compiled, whose row says why.
+        By case the seconds that it took. None for one that was compiled before, or cannot be, whose row says why.
     """
 
     def one(path: Path) -> float | None:
         tell(f"building {path.name}")
-        begin, command = time.perf_counter(), [sys.executable, "-c", _BUILD, str(path)]
-        done = subprocess.run(command, env={**os.environ, "MAX_JOBS": "2"}, capture_output=True, check=False)
-        return None if done.returncode else time.perf_counter() - begin
+        command = [sys.executable, "-c", _BUILD, str(path)]
+        with NamedTemporaryFile() as now:
+            begin = os.stat(now.name).st_mtime
+        done = subprocess.run(command, env={**os.environ, "MAX_JOBS": "2"}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return None
+        seconds, extension = done.stdout.splitlines()[-1].split(" ", 1)
+        return float(seconds) if os.stat(extension).st_mtime >= begin else None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         try:
             return dict(zip(paths, pool.map(one, paths.values())))
         except KeyboardInterrupt:
@@ -118,28 +130,39 @@ def _refused(node: ast.AST) -> str | None:
     return None
 
 
-# --- as a side of a row ----------------------------------------------------------------------------------------------
+# --- measuring -------------------------------------------------------------------------------------------------------
 
 
-def model(path: Path) -> Callable[..., nn.Module]:
-    """The ``ModelNew`` of a file, run by ``exec`` in an empty namespace as KernelBench does.
+def measure(paths: Mapping[str, Path], device: torch.device, tell: Callable[..., object]) -> Report:
+    """The report of these cases' files."""
 
-    Raises:
-        ValueError: KernelBench's static check would refuse the file.
-    """
-    text = path.read_text(encoding="utf-8")
+    def rows() -> Iterator[Row]:
+        seconds = build(paths, tell)
+        for done, (case, path) in enumerate(paths.items()):
+            tell(path.name, done, len(paths))
+            yield row(case, path, device) | {"build_s": seconds[case]}
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    return report.gather(rows(), device, kind="exported")
+
+
+def row(case: str, path: Path, device: torch.device) -> Row:
+    """A file that KernelBench would accept and that computes what PyTorch does has times; any other has a failure."""
+    number, text = int(case.removeprefix("kb")), path.read_text(encoding="utf-8")
+    p = kernelbench_problem(number)
+    found: Row = {
+        "case": case, "file": path.name, "layer": p.layer, "precision": p.precision, "lines": text.count("\n"),
+        "rules": "hold", "ours_ms": None, "ratio": None, "failure": None,
+    }  # fmt: skip
     if (reason := refusal(text)) is not None:
-        raise ValueError(f"KernelBench would refuse {path.name}: {reason}")
-    namespace: dict[str, Any] = {}
-    exec(compile(text, str(path), "exec"), namespace)
-    made: Callable[..., nn.Module] = namespace["ModelNew"]
-    return made
-
-
-def work(path: Path, p: Problem, given: Operands) -> Work:
-    """A forward of a file's module with these weights, as `timing.work`'s."""
-    module = model(path)(*init_arguments(int(path.stem.removeprefix("model_")), p))
-    for parameter, value in zip(module.parameters(), (given.weight, given.bias)):
-        parameter.requires_grad_(False)
-        parameter.data = value  # type: ignore[assignment]
-    return lambda: (module(given.input),)
+        return found | {"rules": "do not", "failure": f"KernelBench would refuse {path.name}: {reason}"}
+    attribute, flags = signatures.kernelbench(number, p).attribute, default_precision(p.dtype)
+    try:
+        compared = compare(text, p, attribute, signatures.init_arguments(number, p), device, flags=flags)
+    except Exception as error:  # one file that cannot run does not cost the others
+        return found | {"failure": f"{type(error).__name__}: {error}".splitlines()[0]}
+    errors = dict(zip(("grad_input_error", "grad_weight_error"), compared.gradients))
+    found |= {name: finite(value) for name, value in {"tolerance_used": compared.used, **errors}.items()}
+    found["failure"] = compared.failure
+    return found if compared.failure else found | timing.entries(compared.taken)

@@ -8,6 +8,7 @@ not when it was written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -83,6 +84,11 @@ def load(path: str | Path) -> Report:
 def geometric_mean(ratios: Sequence[float]) -> float:
     """The mean that suits ratios; 1 for none."""
     return mean_of(ratios) if ratios else 1.0
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON has it: none that is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:

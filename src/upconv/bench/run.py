@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from upconv import planner
-from upconv.bench import check, exported, report, roofline, timing
-from upconv.bench.report import Report, Row
+from upconv.bench import check, report, roofline, timing
+from upconv.bench.report import Report, Row, finite
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
 from upconv.bench.timing import Operands, Repeats, Side, Work
@@ -56,18 +54,12 @@ class How:
     repeats: Repeats
     frozen: bool = False
     """Also forwards with `upconv.freeze`."""
-    exported: Mapping[str, Path] = field(default_factory=dict)
-    """By case: files whose forwards are measured too."""
 
     def sides(self, job: Job) -> dict[str, Callable[[Operands], Work]]:
         """What prepares each side of a job, by its name in reports."""
         p = job.problem
-        forward = p.pass_ == "fwd"
-        names: tuple[Side, ...] = ("ours", "frozen", "torch") if forward and self.frozen else ("ours", "torch")
-        found: dict[str, Callable[[Operands], Work]] = {side: partial(timing.work, side, p) for side in names}
-        if forward and job.case in self.exported:
-            found["exported"] = partial(exported.work, self.exported[job.case], p)
-        return found
+        names: tuple[Side, ...] = ("ours", "frozen", "torch") if p.pass_ == "fwd" and self.frozen else ("ours", "torch")
+        return {side: partial(timing.work, side, p) for side in names}
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -163,8 +155,6 @@ def row(job: Job, device: torch.device, how: How) -> Row:
     }  # fmt: skip
     try:
         with timing.precision_flags(p.precision):
-            if (path := how.exported.get(job.case)) is not None:
-                found["exported_lines"] = len(path.read_text(encoding="utf-8").splitlines())
             found |= _check(job, device, how)
             if found["failure"] is None:
                 found |= timing.entries(_taken(job, device, how, found["engine"]))
@@ -200,7 +190,7 @@ def _check(job: Job, device: torch.device, how: How) -> Row:
             work()  # packs; the calls after it use what it keeps
         error, torch_error, right = check.errors(p, known, work(), theirs)
         worst = max(worst, error)
-        found: Row = {"rel_error": _finite(worst), "torch_rel_error": _finite(torch_error)}
+        found: Row = {"rel_error": finite(worst), "torch_rel_error": finite(torch_error)}
         if not right:
             of = "" if side == "ours" else f" of {timing.NAMES[side]}"
             return found | {"failure": f"wrong result{of}: relative error {error:.1e}, PyTorch's {torch_error:.1e}"}
@@ -209,12 +199,8 @@ def _check(job: Job, device: torch.device, how: How) -> Row:
         given = timing.operands(p, device, 0, positive=True)
         wanted = timing.work("torch", p, given)()[0]
         used = max(check.tolerance_used(p.precision, make(given)()[0], wanted) for make in sides.values())
-        found["tolerance_used"] = _finite(used)
+        found["tolerance_used"] = finite(used)
     return found
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def set_roof(found: Row, ceilings: Ceilings) -> None:
@@ -247,13 +233,11 @@ def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = la
         nonlocal ceilings
         tell("measuring what the machine copies and multiplies", 0, len(todo))
         ceilings = roofline.measure(precisions, device)
-        built = exported.build(how.exported, tell)
         if device.type == "cuda":
             _compile_ahead(todo, device, tell)
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
-            found = row(job, device, how)
-            yield found | {"exported_build_s": built[job.case]} if job.case in built else found
+            yield row(job, device, how)
         with suppress(RuntimeError):  # of a device that a row has lost
             ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
 

@@ -74,7 +74,7 @@ def _spread(row: Row) -> str:
     """How far the quartiles are apart in percent of the median, of the side where that is more."""
     shares = [
         (row[f"{side}_upper_ms"] - row[f"{side}_lower_ms"]) / row[f"{side}_ms"]
-        for side in ("ours", "torch", "frozen", "exported")
+        for side in ("ours", "torch", "frozen")
         if row.get(f"{side}_upper_ms") is not None
     ]
     return f"{max(shares):.0%}" if shares else ""
@@ -130,10 +130,6 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _value("of roof", "percent_of_roof", lambda percent: f"{percent:.0f}%"),
         _ms("frozen ms", "frozen_ms"),
         _times("frozen", "frozen_ratio"),
-        _ms("exported ms", "exported_ms"),
-        _times("exported", "exported_ratio"),
-        _number("lines", "exported_lines", ".0f"),
-        _number("build s", "exported_build_s", ".0f"),
         _number("error", "rel_error", ".0e"),
         _number("of tolerance", "tolerance_used", ".0e"),
         Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
@@ -179,17 +175,21 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _number("upconv again ms", "ours_again_ms"),
         _word("engine"),
     ),
-    # Of older reports: KernelBench's exported files, which are now a side of the layers.
     "exported": (
         _word("case"),
         _word("layer"),
         _number("PyTorch ms", "torch_ms", ".3f"),
-        _number("exported ms", "ours_ms", ".3f"),
-        Column("ratio", _ratio_or_failure),
+        _number("tuned ms", "tuned_ms", ".3f"),
         _number("upconv ms", "library_ms", ".3f"),
-        _number("of tolerance", "worst"),
+        _number("file ms", "ours_ms", ".3f"),
+        Column("ratio", _ratio_or_failure),
+        _times("ratio, tuned", "tuned_ratio"),
+        _times("ratio, upconv", "library_ratio"),
+        _number("of tolerance", "tolerance_used"),
         _number("grad-input error", "grad_input_error", ".1e"),
         _number("grad-weight error", "grad_weight_error", ".1e"),
+        _value("rules", "rules", str),
+        _number("lines", "lines", ".0f"),
         _number("build s", "build_s", ".0f"),
     ),
 }
@@ -245,7 +245,7 @@ def summary(found: Report) -> list[str]:
     timed = [row for row in found["rows"] if row.get("ratio") is not None]
     if kind_of(found) == "exported":
         mean = geometric_mean([row["ratio"] for row in timed])
-        return [f"{len(timed)} of {len(found['rows'])} files correct, geometric mean {mean:.2f}x over PyTorch"]
+        return [f"{len(timed)} of {len(found['rows'])} files right, geometric mean {mean:.2f}x over PyTorch"]
     if kind_of(found) != LAYERS:
         return []
     ours, lines = [row for row in timed if row["engine"] != "torch"], []
@@ -255,10 +255,7 @@ def summary(found: Report) -> list[str]:
             f"[bold]{geometric_mean([row['ratio'] for row in ours]):.2f}x[/] PyTorch's speed, geometric mean over the "
             f"{len(ours)} rows that upconv's engine computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
         )
-    for key, what in (
-        ("frozen_ratio", "of the same rows with upconv.freeze, which keeps packed weights"),
-        ("exported_ratio", "of the rows that exported files compute"),
-    ):
+    for key, what in (("frozen_ratio", "of the same rows with upconv.freeze, which keeps packed weights"),):
         ratios = [row[key] for row in ours if row.get(key) is not None]
         lines += [f"{geometric_mean(ratios):.2f}x {what}"] if ratios else []
     theirs = [row["case"] for row in timed if row["engine"] == "torch"]

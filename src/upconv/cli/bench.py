@@ -94,7 +94,7 @@ def command(
     as_exported: bool = Option(
         False,
         "--as-exported",
-        help="Suite kernelbench: also time forwards of models/model_57.py and its like.",
+        help="Suite kernelbench: measure models/model_57.py and its like by KernelBench's rules.",
     ),
     compiled: bool | None = Option(None, "--compiled/--eager", help=_COMPILED),
     json: str | None = Option(None, "--json", metavar="FILE", help="Write the report as JSON."),
@@ -161,7 +161,7 @@ def _measured(options: Options) -> Measure:
     if alone and len(options.suite) > 1:
         raise ValueError(f"--suite {alone[0]} is a run of its own; got {' and '.join(options.suite)}")
     if not alone:
-        return _layers(options)
+        return _exported(options) if options.as_exported else _layers(options)
     if alone[0] == "training":
         return _training(options)
     options.only(f"--suite {alone[0]}", "suite", "device", "json")
@@ -192,6 +192,16 @@ def _training(options: Options) -> Measure:
     return lambda tell: training.measure(device, todo, tell, compiled=whole)
 
 
+def _exported(options: Options) -> Measure:
+    """Files of KernelBench's layers."""
+    options.only("--as-exported", "suite", "case", "device", "quick", "as_exported", "json")
+    device = device_of(options.device)
+    if set(options.suite) != {"kernelbench"} or options.small(device):
+        raise ValueError("--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU")
+    paths = exported.files(exported.FOLDER, [case.name for case in choose(SUITES["kernelbench"], options.case)])
+    return lambda tell: exported.measure(paths, device, tell)
+
+
 def _layers(options: Options) -> Measure:
     """Layers of suites, or one from the command line."""
     if options.compiled is not None:
@@ -209,17 +219,11 @@ def _layers(options: Options) -> Measure:
     todo = [job for name, cases in chosen for job in layers.jobs(name, cases, ways, small=small, bias=options.bias)]
     if not todo:
         raise ValueError("--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'")
-    for name in ("frozen", "as_exported"):
-        if getattr(options, name) and any(way.pass_ != "fwd" for way in ways):
-            raise ValueError(f"--{name.replace('_', '-')} goes with --pass fwd alone")
-    paths = {}
-    if options.as_exported:
-        if set(options.suite) != {"kernelbench"} or small:
-            raise ValueError("--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU")
-        paths = exported.files(exported.FOLDER, [job.case for job in todo])
+    if options.frozen and any(way.pass_ != "fwd" for way in ways):
+        raise ValueError("--frozen goes with --pass fwd alone")
     # Suites of five or six layers are timed at length, a sweep of dozens of rows on a GPU is not.
     repeats = QUICK if small else SWEEP if device.type == "cuda" and len(todo) > 12 else FULL
-    how = layers.How(repeats, options.frozen, paths)
+    how = layers.How(repeats, options.frozen)
     return lambda tell: layers.measure(todo, device, how, tell)
 
 

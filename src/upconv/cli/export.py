@@ -58,5 +58,5 @@ def command(
         except RuntimeError as error:
             stop(error, 1)
         print(found.text)
-        if not found.passed:
+        if found.found.failure is not None:
             raise typer.Exit(1)

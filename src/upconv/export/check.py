@@ -1,48 +1,57 @@
-"""``upconv export --check``: an exported file against PyTorch, on the GPU."""
+"""An exported file against PyTorch and the library: outputs, gradients and times, by KernelBench's rules.
+
+Source: KernelBench, src/eval.py and src/timing.py. Both layers have the same weights and run under the same flags.
+Outputs of five random inputs must be within a tolerance, absolute and relative. Then each side has 100 timed runs, with
+the L2 cache emptied ahead of each. KernelBench knows nothing of gradients: these are compared by norm.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from upconv.bench import timing
-from upconv.bench.timing import clock, cudnn_clocks, interleave, precision_flags
-from upconv.problem import Problem
+import upconv
+from upconv import reference
+from upconv.bench.check import TOLERANCE, tolerance_used
+from upconv.bench.timing import Clock, Repeats, Taken, clock, cudnn_clocks, interleave, precision_flags
+from upconv.cpu import memory_format
+from upconv.problem import Precision, Problem
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
-"""Absolute and relative, KernelBench's by dtype."""
-GRADIENTS = {torch.float32: 4e-3, torch.float64: 1e-9, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Largest norm of a gradient's difference from PyTorch's over its norm; both round (as in `upconv.bench.exported`)."""
+GRADIENTS: dict[Precision, float] = {"tf32": 4e-3, "ieee": 1e-5, "fp16": 1e-2, "bf16": 2e-2, "fp64": 1e-9}
+"""Largest norm of a gradient's difference from PyTorch's over its norm; both sides round."""
 SEEDS = 5
+RUNS = Repeats(0.0, 100, 100)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What a check found."""
 
-    worst: float
-    """The largest ``|ours - PyTorch's| / (tolerance + tolerance * |PyTorch's|)`` of all outputs; at most 1 passes."""
+    precision: Precision
+    used: float
+    """The largest `tolerance_used` of all outputs; at most 1 is right."""
     gradients: tuple[float, ...]
-    """``|ours - PyTorch's| / |PyTorch's|`` (norms) of the gradients for input and weight; none of a forward alone."""
-    seconds: float
-    """Median of a forward."""
-    torch_seconds: float
-    """PyTorch's, the better of ``cudnn.benchmark`` on and off."""
-    tolerance: float
-    gradient_tolerance: float
+    """`reference.relative_error` of the gradients for input and weight; none of a forward alone."""
+    taken: Taken
+    """Seconds of ``ours`` (the file), ``torch``, ``tuned`` (``cudnn.benchmark``) and ``library``; none if wrong."""
 
     @property
-    def passed(self) -> bool:
-        return self.worst <= 1 and max(self.gradients, default=0.0) <= self.gradient_tolerance
-
-    @property
-    def ratio(self) -> float:
-        return self.torch_seconds / self.seconds
+    def failure(self) -> str | None:
+        """What is wrong, in words."""
+        limit = GRADIENTS[self.precision]
+        if not self.used <= 1:
+            tolerance = TOLERANCE[self.precision]
+            return f"wrong: outputs differ from PyTorch's by {self.used:.3g} times the tolerance of {tolerance:g}"
+        for name, error in zip(("input", "weight"), self.gradients):
+            if not error <= limit:
+                return f"wrong: the gradient for the {name} differs from PyTorch's by {error:.1e}, more than {limit:g}"
+        return None
 
 
 def load(source: str) -> dict[str, Any]:
@@ -53,76 +62,85 @@ def load(source: str) -> dict[str, Any]:
 
 
 def compare(
-    source: str, p: Problem, attribute: str, arguments: Sequence[Any], device: torch.device, gradients: bool = True
+    source: str,
+    p: Problem,
+    attribute: str,
+    arguments: Sequence[Any],
+    device: torch.device,
+    gradients: bool = True,
+    flags: Precision | None = None,
 ) -> Comparison:
-    """Compiles a file, compares its outputs and gradients with PyTorch's in the same precision, and times both.
+    """Compiles a file, compares its outputs and gradients with PyTorch's, and times it if they are right.
 
     Args:
         source: the file's text.
-        p: the layer and the input to compare on.
+        p: the layer and the input to compare on; its precision is the file's, the gradients' and the library's.
         attribute: of ``ModelNew`` that holds the layer.
         arguments: what ``ModelNew`` is constructed with.
         device: a CUDA device.
         gradients: whether the file has them.
+        flags: the precision that PyTorch's flags allow while outputs are compared and times taken; by default ``p``'s.
 
     Raises:
         RuntimeError: the file could not be compiled.
     """
-    with precision_flags(p.precision):
-        return _compare(load(source), p, attribute, arguments, device, gradients)
-
-
-def _compare(
-    names: dict[str, Any], p: Problem, attribute: str, arguments: Sequence[Any], device: torch.device, both: bool
-) -> Comparison:
     torch.manual_seed(42)
-    ours: nn.Module = names["ModelNew"](*arguments)
+    ours: nn.Module = load(source)["ModelNew"](*arguments)
     ours = ours.to(device, p.dtype)
-    reference: Any = getattr(nn, f"ConvTranspose{p.rank}d")(
+    layer: Any = getattr(ours, attribute)
+    theirs: Any = getattr(nn, f"ConvTranspose{p.rank}d")(
         p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, p.bias, p.dilation
     ).to(device, p.dtype)
-    layer: Any = getattr(ours, attribute)
-    reference.load_state_dict(layer.state_dict())
-    tolerance = TOLERANCE[p.dtype]
-    worst = 0.0
-    with torch.no_grad():
-        for seed in range(SEEDS):
-            x = _input(p, device, seed)
-            wanted = reference(x)
-            distance = (ours(x) - wanted).abs_().div_(wanted.abs_().mul_(tolerance).add_(tolerance))
-            worst = max(worst, float(distance.max()))
-            del x, wanted, distance
-    gradients = _gradients(p, ours, layer, reference, device) if both else ()
-    x = _input(p, device, SEEDS)
-    with torch.no_grad():
-        clocks = cudnn_clocks(clock(device))
-        runs = {"ours": [lambda: ours(x)], "off": [lambda: _without_grad(reference, x)]}
-        runs["on"] = runs["off"]
-        taken = interleave(runs, {"ours": clocks["off"], **clocks}, timing.SWEEP)
-    medians = {name: statistics.median(values) for name, values in taken.items()}
-    theirs = min(medians["off"], medians["on"])
-    return Comparison(worst, gradients, medians["ours"], theirs, tolerance, GRADIENTS[p.dtype])
+    theirs.load_state_dict(layer.state_dict())
+    with precision_flags(flags or p.precision), torch.no_grad():
+        used = max(_used(p, ours, theirs, _input(p, device, seed)) for seed in range(SEEDS))
+    x, found = _input(p, device, SEEDS), tuple[float, ...]()
+    if gradients:
+        with precision_flags(p.precision):
+            grad = torch.randn(p.output_shape, device=device, dtype=p.dtype)
+            pairs = zip(*(_gradients(module, x, grad) for module in (ours, theirs)))
+            found = tuple(reference.relative_error(a, b) for a, b in pairs)
+    compared = Comparison(p.precision, used, found, {})
+    if compared.failure is not None:
+        return compared
+    with precision_flags(flags or p.precision):
+        return Comparison(p.precision, used, found, _taken(p, ours, theirs, x))
 
 
-def _gradients(p: Problem, ours: nn.Module, layer: Any, reference: Any, device: torch.device) -> tuple[float, ...]:
-    x = _input(p, device, SEEDS).requires_grad_()
-    grad = torch.randn(p.output_shape, device=device, dtype=p.dtype)
-    found = torch.autograd.grad(ours(x), (x, layer.weight), grad)
-    wanted = torch.autograd.grad(reference(x), (x, reference.weight), grad)
-    return tuple(_distance(a, b) for a, b in zip(found, wanted))
+def _used(p: Problem, ours: nn.Module, theirs: nn.Module, x: Tensor) -> float:
+    return tolerance_used(p.precision, ours(x), theirs(x))
 
 
-def _without_grad(module: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():  # the flag is a thread's own, and one of the clocks has a thread
-        return module(x)
+def _gradients(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    given, weight = x.detach().requires_grad_(), next(module.parameters())
+    return torch.autograd.grad(module(given), (given, weight), grad)
+
+
+def _taken(p: Problem, ours: nn.Module, theirs: nn.Module, x: Tensor) -> Taken:
+    """Seconds of each side, one a round; the library multiplies as the file does, whatever PyTorch's flags allow."""
+    clocks = cudnn_clocks(clock(x.device))
+    plain: Clock = clocks["off"]
+
+    def as_the_file(run: Callable[[], object]) -> float:
+        with precision_flags(p.precision):
+            return plain(run)
+
+    library = upconv.accelerate(deepcopy(theirs))
+    modules = {"ours": ours, "torch": theirs, "tuned": theirs, "library": library}
+    takes = {"ours": plain, "torch": plain, "tuned": clocks["on"], "library": as_the_file}
+    was = torch.backends.cudnn.benchmark
+    try:
+        return interleave({side: [partial(_forward, module, x)] for side, module in modules.items()}, takes, RUNS)
+    finally:
+        torch.backends.cudnn.benchmark = was
+
+
+@torch.no_grad()
+def _forward(module: nn.Module, x: Tensor) -> Any:
+    return module(x)  # no_grad here: the mode is a thread's own, and one of the clocks has a thread
 
 
 def _input(p: Problem, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.rand(p.input_shape, generator=generator, device=device, dtype=p.dtype)
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.contiguous(memory_format=layouts[x.dim()]) if p.layout == "channels_last" else x
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return x.contiguous(memory_format=memory_format(p.layout, p.rank))
