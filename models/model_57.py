@@ -1360,10 +1360,10 @@ using P = Columns<C>;
 using Number = typename G::Number;
 static constexpr int RUN = C::run_groups * 8;
 static constexpr int SUBTILES = C::run_groups / 8;  // neighbours along W that a run crosses
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
+static constexpr int COUNT = G::NB;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  // subtile of a run's first group
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
@@ -2557,13 +2557,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const typename F::Lane of = F::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
   typename F::Taps taps;
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
+  F::set_tap(taps, 0, of.first_unit, block.s);
   const int lane_first = F::lane_first(of);
   const int first = block.begin(), last = block.end();
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg * T::UNITS;
+  const int units_before = wg;
   const bool idle = units_before >= T::SET_UNITS || (units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {

@@ -2554,13 +2554,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const typename F::Lane of = F::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
   typename F::Taps taps;
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
+  F::set_tap(taps, 0, of.first_unit, block.s);
   const int lane_first = F::lane_first(of);
   const int first = block.begin(), last = block.end();
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg * T::UNITS;
+  const int units_before = wg;
   const bool idle = units_before >= T::SET_UNITS || (units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {

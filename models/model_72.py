@@ -1620,15 +1620,8 @@ static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // 
 }
 static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
 
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; nb < NB; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
-  return true;
-}
 static __device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+  return pixel_row_of(nb) - pixel_row_of(0);
 }
 
 // Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
@@ -1651,12 +1644,9 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
   const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += 1) {
-    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-    using Sums = float[SUBTILES_AT_ONCE * 32];
-    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
-  }
+  u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(0, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
+  using Sums = float[SUBTILES_AT_ONCE * 32];
+  WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[0], a, b);
 }
 
 };
@@ -1701,10 +1691,8 @@ using S = StepOf<C>;
 // The error also grows with the length of a sum. So sums are kept short, and added with rounding.
 static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
 #pragma unroll
-  for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
     for (int i = 0; i < 32; i++) {
-      sum[nb][i] += acc[nb][i];
+      sum[0][i] += acc[0][i];
                   // wgmma begins a stretch's sums anew
     }
 }
@@ -1770,10 +1758,10 @@ using P = Columns<C>;
 using Number = typename G::Number;
 static constexpr int RUN = C::run_groups * 8;
 static constexpr int SUBTILES = C::run_groups / 8;  // neighbours along W that a run crosses
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
+static constexpr int COUNT = G::NB;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  // subtile of a run's first group
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
@@ -1831,9 +1819,7 @@ __device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][
 #pragma unroll
   for (int m = 0; m < C::mb; m++)
 #pragma unroll
-    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
-#pragma unroll
-      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+      for (int e = 0; e < 32; e++) acc[m][0][e] += b[e >> 1 & 1];
 }
 
 // Stores NCHW rows, by runs of eight channels.
@@ -2070,7 +2056,7 @@ static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = wg * G::NB;
+  int first_subtile = wg;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
@@ -2084,12 +2070,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll
     for (int b = 0; b < C::mb; b++)
 #pragma unroll
-      for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
         for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
-          sum[b][nb][i] = 0.f;
+          acc[b][0][i] = 0.f;
+          opaque(acc[b][0][i]);
+          sum[b][0][i] = 0.f;
         }
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it

@@ -1349,10 +1349,10 @@ using P = Columns<C>;
 using Number = typename G::Number;
 static constexpr int RUN = C::run_groups * 8;
 static constexpr int SUBTILES = C::run_groups / 8;  // neighbours along W that a run crosses
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
+static constexpr int COUNT = G::NB;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  // subtile of a run's first group
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 

@@ -2107,6 +2107,11 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
+// Where a unit's tap has its sums.
+static __device__ __forceinline__ int place_of(int tap) {
+  return 0;
+}
+
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
@@ -2241,6 +2246,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
     const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
 #pragma unroll 4
     for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
       u32 v[4];
@@ -2248,9 +2255,17 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
       else
 #pragma unroll
         for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>((row - first) * stride_ci, v);
+      store_run<V>(to + (row - first) * stride_ci, v);
     }
   }
+}
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = tap / C::taps_w, kw = tap % C::taps_w;
+  ci += 0, co += 0;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kw < C::kernel_w;
+  return exists ? ci * stride_ci + co * stride_co + (kd * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2452,11 +2467,11 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -12, columns = 140, plane = 140, precision = 0, ck = 32, tile_n = 2;
-  static constexpr int tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2, stages_s = 2;
-  static constexpr int fetch = 1, box_units = 35, column_pad = 0, cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 7, ring_fragments = 20, cout = 64, taps = 5, sub_w = 64, w_subs = 1, subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1, entries[2] = {0, 5};
+  static constexpr int cin_g = 32, first_w = -12, columns = 140, plane = 140, precision = 0, cin = 32, ck = 32;
+  static constexpr int tile_n = 2, tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2;
+  static constexpr int stages_s = 2, fetch = 1, box_units = 35, column_pad = 0, cout_g = 64, mb = 1, rows_per_sub = 64;
+  static constexpr int m_groups = 1, w_stage = 7, ring_fragments = 20, cout = 64, taps = 5, sub_w = 64, w_subs = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1, entries[2] = {0, 5};
   static constexpr int tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {4, 3, 2, 1, 0}, first_of_stretches[1] = {0};
   static constexpr int run_groups = 16, store_unit = 16, producer_registers = 48, consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = false, boxed = false;
@@ -2469,11 +2484,11 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = 0, columns = 140, plane = 140, precision = 0, ck = 16, tile_n = 2;
-  static constexpr int tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2, stages_s = 4;
-  static constexpr int fetch = 1, box_units = 35, column_pad = 0, cout_g = 32, mb = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 5, ring_fragments = 40, cout = 32, taps = 5, sub_w = 64, w_subs = 1, subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 4, entries[2] = {0, 5};
+  static constexpr int cin_g = 64, first_w = 0, columns = 140, plane = 140, precision = 0, cin = 64, ck = 16;
+  static constexpr int tile_n = 2, tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2;
+  static constexpr int stages_s = 4, fetch = 1, box_units = 35, column_pad = 0, cout_g = 32, mb = 1, rows_per_sub = 64;
+  static constexpr int m_groups = 1, w_stage = 5, ring_fragments = 40, cout = 32, taps = 5, sub_w = 64, w_subs = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 4, entries[2] = {0, 5};
   static constexpr int tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {0, 1, 2, 3, 4}, first_of_stretches[1] = {0};
   static constexpr int run_groups = 16, store_unit = 16, producer_registers = 48, consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = true, boxed = false;
@@ -2486,10 +2501,11 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 64, block_ci = 32, block_co = 64, g_pitch = 148, tile_n = 1, sets_d = 1;
-  static constexpr int kernel_w = 5, step_w = 1, dilation_w = 3, taps_w = 5, tile_w = 128, warpgroups = 3, entries = 2;
-  static constexpr int stages = 4, unrolled = 32, stack = 1, row_classes = 1, line_bytes = 512, segment = 128;
-  static constexpr int g_width = 32, run = 2, run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 148, tile_n = 1;
+  static constexpr int kernel_d = 1, sets_d = 1, kernel_w = 5, step_w = 1, dilation_w = 3, taps_w = 5, tile_w = 128;
+  static constexpr int warpgroups = 3, entries = 2, stages = 4, unrolled = 32, stack = 1, row_classes = 1;
+  static constexpr int line_bytes = 512, segment = 128, g_width = 32, run = 2, run_words = 0, producer_registers = 56;
+  static constexpr int consumer_registers = 152;
   static constexpr bool channels_last = false, lines = false;
 };
 

@@ -624,7 +624,7 @@ static __device__ __forceinline__ int column_of(int within) {
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  int swizzle = (p >> 2) & 1;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -691,7 +691,7 @@ struct Walk {
   __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
-    chunk = K::first_chunk();
+    chunk = 0;
     if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
     else settle(s);
   }
@@ -749,7 +749,6 @@ static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consume
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * T::K_STEPS;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -775,17 +774,14 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * T::K_STEPS;
+  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 // A block's chunks of a tile: all, or a share.
 static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
-static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) return (rank() + 1) * T::CHUNKS / SHARES;
-  else return chunks_of(variant);
+  return chunks_of(variant);
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
 };
@@ -864,7 +860,7 @@ template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
   long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
-  return packed + before * (G::K_STEPS * G::FRAGMENT);
+  return packed + before * G::FRAGMENT;
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
@@ -903,12 +899,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = G::first_chunk(); chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::K_STEPS;
+        int stretch = C::steps == STRAIGHT ? left : left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -949,11 +945,10 @@ __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::K_STEPS + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::K_STEPS * OF_TAP);
+    int left = G::steps_of(variant, 0), longest = ONE ? left : C::taps_unrolled, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1021,7 +1016,7 @@ static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a 
 static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::K_STEPS * 128;
+static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -1038,7 +1033,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
   const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
   const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) + part) + wg;
+  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
@@ -1328,7 +1323,7 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // free again and serialises every wgmma, C7513.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
+  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
@@ -1356,7 +1351,7 @@ using Sums = float[G::MB][G::NB][32];
 static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
 
 static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]) * G::K_STEPS;
+  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
 }
 static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
   int b = 0;
@@ -1366,7 +1361,7 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 
 template <int VARIANT, int STEP>
 static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::K_STEPS, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
+  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
   S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
 }
 
@@ -1412,8 +1407,8 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
   weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
-  for (int i = 0; i < G::LONGEST_STRETCH; i++) S::step(acc, a, weights, pixels, taps[i / G::K_STEPS], i, G::LONGEST_STRETCH, lane);
-  weights.end_stretch(G::LONGEST_STRETCH);
+  for (int i = 0; i < C::taps_unrolled; i++) S::step(acc, a, weights, pixels, taps[i], i, C::taps_unrolled, lane);
+  weights.end_stretch(C::taps_unrolled);
 }
 };
 
@@ -1445,18 +1440,12 @@ static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int RUN = C::run_groups * 8;
 static constexpr int SUBTILES = TALL ? C::run_groups : C::run_groups / 8;  // neighbours along W that a run crosses
 static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
+static constexpr int COUNT = G::NB;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
+static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  // subtile of a run's first group
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
-
-// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
-static __device__ __forceinline__ bool others(int r, int i) {
-  if constexpr (G::SHARES > 1) return (r * OF_SUBTILE + i) % G::SHARES != G::rank();
-  else return false;
-}
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
 // after unrolling, and until then the compiler keeps all sums in memory.
@@ -1532,7 +1521,7 @@ struct FillOf {
 using G = GatherWork<C>;
 static constexpr int SHARES = C::split == 0 ? 2 : 1;
 static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * 4;
-static constexpr int STEPS = ROW_BYTES / 512 < 3 ? ROW_BYTES / 512 + 1 : 4;
+static constexpr int STEPS = ROW_BYTES / 512 + 1;
 
 int first, couts, part, lane;                           // channels
 u32 word;                                               // the lane's channel's bias
@@ -1767,7 +1756,6 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
       int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
       int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      if (R::others(r, i)) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
@@ -1850,7 +1838,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0) - G::first_chunk();
+    int chunks = G::end_chunk(0);
     if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
       weights.skip(0);
@@ -2451,6 +2439,11 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
+// Where a unit's tap has its sums.
+static __device__ __forceinline__ int place_of(int tap) {
+  return 0;
+}
+
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
@@ -2586,6 +2579,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
     const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
 #pragma unroll 4
     for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
       u32 v[4];
@@ -2593,9 +2588,17 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
       else
 #pragma unroll
         for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>((row - first) * stride_ci, v);
+      store_run<V>(to + (row - first) * stride_ci, v);
     }
   }
+}
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = tap / (C::taps_h * C::taps_w), kh = tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
+  ci += 0, co += work.co;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
+  return exists ? ci * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2800,7 +2803,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -1, columns = 66, plane = 66, precision = 0, ck = 8, tile_n = 1;
+  static constexpr int cin_g = 32, first_w = -1, columns = 66, plane = 66, precision = 0, cin = 32, ck = 8, tile_n = 1;
   static constexpr int tile_d = 1, tile_h = 2, tile_w = 64, in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 3;
   static constexpr int rows_h = 4, row_step_h = 1, offsets_d[3] = {-1, 0, 1}, offsets_h[4] = {-1, 0, 1, 2}, planes = 1;
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1;
@@ -2824,7 +2827,7 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = -1, columns = 19, plane = 10, precision = 0, ck = 8, tile_n = 1;
+  static constexpr int cin_g = 64, first_w = -1, columns = 19, plane = 10, precision = 0, cin = 64, ck = 8, tile_n = 1;
   static constexpr int tile_d = 2, tile_h = 8, tile_w = 8, in_step_d = 2, in_step_h = 4, in_step_w = 2, rows_d = 4;
   static constexpr int rows_h = 18, row_step_h = 2, offsets_d[4] = {-1, 1, 3, 5};
   static constexpr int offsets_h[18] = {-1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33}, planes = 1;
@@ -2847,7 +2850,7 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 64, block_ci = 32, block_co = 16, g_columns = 35, g_units = 10;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 16, g_columns = 35, g_units = 10;
   static constexpr int g_pitch = 44, tile_n = 1, kernel_d = 3, step_d = 2, dilation_d = 2, padding_d = 1, taps_d = 3;
   static constexpr int tile_d = 2, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3, tile_h = 4;
   static constexpr int kernel_w = 3, step_w = 2, dilation_w = 2, padding_w = 1, taps_w = 3, tile_w = 16, apart_d = 2;

@@ -2235,6 +2235,11 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
+// Where a unit's tap has its sums.
+static __device__ __forceinline__ int place_of(int tap) {
+  return 0;
+}
+
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
@@ -2370,6 +2375,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
     const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
 #pragma unroll 4
     for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
       u32 v[4];
@@ -2377,9 +2384,17 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
       else
 #pragma unroll
         for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>((row - first) * stride_ci, v);
+      store_run<V>(to + (row - first) * stride_ci, v);
     }
   }
+}
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = tap / C::taps_w, kw = tap % C::taps_w;
+  ci += 0, co += 0;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kw < C::kernel_w;
+  return exists ? ci * stride_ci + co * stride_co + (kd * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2518,13 +2533,12 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   const typename F::Lane of = F::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
   typename F::Taps taps;
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
+  F::set_tap(taps, 0, of.first_unit, block.s);
   const int lane_first = F::lane_first(of);
   const int first = block.begin(), last = block.end();
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg * T::UNITS;
+  const int units_before = wg;
   const bool idle = units_before >= C::taps_w || (units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
@@ -2584,8 +2598,8 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -1, columns = 130, plane = 130, precision = 0, ck = 32, tile_n = 2;
-  static constexpr int tile_w = 128, in_step_w = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
+  static constexpr int cin_g = 32, first_w = -1, columns = 130, plane = 130, precision = 0, cin = 32, ck = 32;
+  static constexpr int tile_n = 2, tile_w = 128, in_step_w = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1, box_units = 34, column_pad = 3;
   static constexpr int cout_g = 64, split = 2, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6;
   static constexpr int ring_fragments = 12, out_step_w = 2, cout = 64, taps = 3, sub_w = 64, w_subs = 2;
@@ -2603,8 +2617,8 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = -1, columns = 259, plane = 130, precision = 0, ck = 16, tile_n = 2;
-  static constexpr int tile_w = 128, in_step_w = 2, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
+  static constexpr int cin_g = 64, first_w = -1, columns = 259, plane = 130, precision = 0, cin = 64, ck = 16;
+  static constexpr int tile_n = 2, tile_w = 128, in_step_w = 2, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1, box_units = 33, column_pad = 3;
   static constexpr int cout_g = 32, split = 0, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6;
   static constexpr int ring_fragments = 24, out_step_w = 1, cout = 32, taps = 3, sub_w = 64, w_subs = 1;
@@ -2622,11 +2636,11 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 64, block_ci = 32, block_co = 64, g_columns = 259, g_units = 66;
-  static constexpr int g_pitch = 268, tile_n = 1, sets_d = 1, kernel_w = 3, step_w = 2, dilation_w = 2, padding_w = 1;
-  static constexpr int taps_w = 3, tile_w = 128, g_rows_h = 1, warpgroups = 3, entries = 1, stages = 2, unrolled = 16;
-  static constexpr int stack = 1, row_classes = 1, line_bytes = 512, segment = 128, g_width = 32, run = 1;
-  static constexpr int run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_columns = 259, g_units = 66;
+  static constexpr int g_pitch = 268, tile_n = 1, kernel_d = 1, sets_d = 1, kernel_w = 3, step_w = 2, dilation_w = 2;
+  static constexpr int padding_w = 1, taps_w = 3, tile_w = 128, g_rows_h = 1, warpgroups = 3, entries = 1, stages = 2;
+  static constexpr int unrolled = 16, stack = 1, row_classes = 1, line_bytes = 512, segment = 128, g_width = 32;
+  static constexpr int run = 1, run_words = 0, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, lines = false;
 };
 

@@ -629,7 +629,7 @@ static __device__ __forceinline__ int column_of(int within) {
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : p & 7;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -706,7 +706,7 @@ struct Walk {
   __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
-    chunk = K::first_chunk();
+    chunk = 0;
     if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
     else settle(s);
   }
@@ -788,11 +788,8 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 
 // A block's chunks of a tile: all, or a share.
 static constexpr int SHARES = C::cluster;
-static __device__ __forceinline__ int rank() { return (int)(blockIdx.x % SHARES); }
-static __device__ __forceinline__ int first_chunk() { return SHARES > 1 ? rank() * T::CHUNKS / SHARES : 0; }
 static __device__ __forceinline__ int end_chunk(int variant) {
-  if constexpr (SHARES > 1) return (rank() + 1) * T::CHUNKS / SHARES;
-  else return chunks_of(variant);
+  return chunks_of(variant);
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
@@ -922,7 +919,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       const typename G::Tile t = G::tile_at(index, s);
       typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
+      for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
         W::begin_chunk(from, t, chunk);
         int left = G::steps_of(t.variant, 0);
 #pragma unroll 1
@@ -1353,7 +1350,7 @@ struct Producer<K, false, false> {
     next_slot = C::stages_s - 1;
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+      if (now.chunk == 0) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
       copy_wait<C::stages_s - 2>();
       named_sync<1, 192>();             // everyone's copies have landed, and everyone has left the next slot
       if (ahead.live(s)) {
@@ -1382,7 +1379,7 @@ struct Producer<K, false, true> {
     CursorOf<C::stages_s> slot = {0, 0};
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+      if (Slot<C>::EVERY_TILE && now.chunk == 0) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
       turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
@@ -1573,12 +1570,6 @@ static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  /
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
-// Whether another block of a cluster stores run i of these subtiles: of rounds (NCHW: runs) each has its turn.
-static __device__ __forceinline__ bool others(int r, int i) {
-  if constexpr (G::SHARES > 1) return (r + i) % G::SHARES != G::rank();
-  else return false;
-}
-
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
 // after unrolling, and until then the compiler keeps all sums in memory.
 static __device__ __forceinline__ constexpr u64 packed_blocks() {
@@ -1653,7 +1644,7 @@ struct FillOf {
 using G = GatherWork<C>;
 static constexpr int SHARES = 1;
 static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * 4;
-static constexpr int STEPS = ROW_BYTES / 512 < 3 ? ROW_BYTES / 512 + 1 : 4;
+static constexpr int STEPS = ROW_BYTES / 512 + 1;
 
 int first, couts, part, lane;                           // channels
 u32 word;                                               // the lane's channel's bias
@@ -1883,7 +1874,6 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
       int oh = C::out_step_h * (t.h + place.h) + slab.oh;
       int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
-      if (R::others(r, i)) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
       u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
@@ -1966,7 +1956,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(t.variant) - G::first_chunk();
+    int chunks = G::end_chunk(t.variant);
     if ((turn & 1) != wg) {
       cursor.move(chunks);
       weights.skip(t.variant);
@@ -2481,6 +2471,11 @@ using Tile = typename F::Tile;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[T::UNITS];
 
+// Where a unit's tap has its sums.
+static __device__ __forceinline__ int place_of(int tap) {
+  return 0;
+}
+
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
 static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, const u32 (&a)[4], u32 x) {
@@ -2615,6 +2610,8 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
   for (int i = thread % EACH; i < ITEMS; i += EACH) {
     const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
     const int first = share.begin(co / 4), end = share.end(co / 4) < 32 ? share.end(co / 4) : 32;
+    const long long to = place_of(work, tap, first, co);
+    if (to < 0) continue;
 #pragma unroll 4
     for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
       u32 v[4];
@@ -2622,9 +2619,17 @@ __device__ __forceinline__ void store_runs(const Work& work, const Share& share,
       else
 #pragma unroll
         for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>((row - first) * stride_ci, v);
+      store_run<V>(to + (row - first) * stride_ci, v);
     }
   }
+}
+
+// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
+__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
+  int kd = work.tap_d + tap / C::taps_w, kh = work.tap_h, kw = tap % C::taps_w;
+  ci += 0, co += work.co;
+  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
+  return exists ? ci * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
 }
 
 template <class E, int V>
@@ -2867,10 +2872,10 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 32, g_pitch = 164, tile_n = 1;
-  static constexpr int kernel_h = 3, step_h = 5, dilation_h = 2, padding_h = 1, sets_h = 3, tile_h = 2, kernel_w = 3;
-  static constexpr int step_w = 5, dilation_w = 2, padding_w = 1, taps_w = 3, tile_w = 32, g_rows_h = 2, warpgroups = 2;
-  static constexpr int subs = 2, entries = 1, stages = 4, unrolled = 8, stack = 1, row_classes = 1, line_bytes = 128;
-  static constexpr int segment = 128, g_width = 32, run = 1, run_words = 0, producer_registers = 72;
+  static constexpr int kernel_d = 1, kernel_h = 3, step_h = 5, dilation_h = 2, padding_h = 1, sets_h = 3, tile_h = 2;
+  static constexpr int kernel_w = 3, step_w = 5, dilation_w = 2, padding_w = 1, taps_w = 3, tile_w = 32, g_rows_h = 2;
+  static constexpr int warpgroups = 2, subs = 2, entries = 1, stages = 4, unrolled = 8, stack = 1, row_classes = 1;
+  static constexpr int line_bytes = 128, segment = 128, g_width = 32, run = 1, run_words = 0, producer_registers = 72;
   static constexpr int consumer_registers = 216;
   static constexpr bool channels_last = false, lines = false;
 };

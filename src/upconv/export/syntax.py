@@ -59,6 +59,7 @@ class Tree:
         self.local: dict[str, int] = {}
         self.levels = list(levels or [EVERYTHING] * len(structs))
         self.fields: list[dict[str, int]] = [{} for _ in structs]
+        self._variables_of: dict[int, set[str]] = {}
         while self._learn():
             pass
         self._learn_fields()
@@ -89,12 +90,49 @@ class Tree:
                         self.again[self.part(n)].add(self.text(of))
                     else:
                         names.setdefault(self.text(of), []).append(value)
-            elif n.type == "function_definition" and (result := _result(n)) is not None:
+            elif n.type == "function_definition":
                 if (name := name_of(n.child_by_field_name("declarator"))) is not None:
-                    names.setdefault(self.text(name), []).append(result)
+                    names.setdefault(self.text(name), []).append(_result(n))
             elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
                 self.parameters[self.part(n)].add(self.text(name))
         return found
+
+    @cached_property
+    def members(self) -> dict[tuple[int, str], list[Node | int | None]]:
+        """By struct and name: the values of constants, results of functions, and None of fields."""
+        found: dict[tuple[int, str], list[Node | int | None]] = {}
+        for owner, n in self._in_structs():
+            if n.type == "function_definition" and (name := name_of(n.child_by_field_name("declarator"))) is not None:
+                found.setdefault((owner.id, self.text(name)), []).append(_result(n))
+            elif n.type in DECLARATIONS:
+                fixed = re.match(r"(static )?constexpr", self.text(n))
+                for of, value in declared(n):
+                    found.setdefault((owner.id, self.text(of)), []).append(value if fixed else None)
+        return found
+
+    @cached_property
+    def aliases(self) -> dict[tuple[int, str], Node]:
+        """By struct and name: the struct that a name stands for there, if there is one of that other name."""
+        structs: dict[str, list[Node]] = {}
+        for n in self.nodes:
+            if n.type == "struct_specifier" and n.child_by_field_name("body") is not None:
+                name = n.child_by_field_name("name")
+                head = name.named_children[0] if name is not None and name.type == "template_type" else name
+                structs.setdefault(self.text(head) if head is not None else "", []).append(n)
+        found: dict[tuple[int, str], Node] = {}
+        for owner, n in self._in_structs():
+            if n.type == "alias_declaration":
+                alias, _, of = self.text(n).removeprefix("using ").partition(" = ")
+                if len(one := structs.get(re.split(r"[<;]", of)[0], [])) == 1:
+                    found[owner.id, alias] = one[0]
+        return found
+
+    def _in_structs(self) -> Iterator[tuple[Node, Node]]:
+        """Each struct with what it declares, templates of its functions too."""
+        for owner in self.nodes:
+            body = owner.child_by_field_name("body") if owner.type == "struct_specifier" else None
+            for n in body.named_children if body is not None else ():
+                yield owner, n.named_children[-1] if n.type == "template_declaration" else n
 
     @cached_property
     def uses(self) -> dict[str, list[Node]]:
@@ -125,6 +163,7 @@ class Tree:
         return frozenset(name for mine in self.same for name, text in mine.items() if text.isdigit())
 
     def _learn(self) -> bool:
+        self._values: dict[tuple[int, str, int | None], int | None] = {}
         before = sum(len(known) for part in self.known for known in part)
         for part, names in enumerate(self.constants):
             for name, values in names.items():
@@ -151,8 +190,43 @@ class Tree:
                     self.fields[part][name] = value
 
     def find(self, n: Node, name: str, struct: int) -> int | None:
-        """A constant's value by a struct, as a node may name it."""
-        return self.known[self.part(n)][struct].get(name, self.known[0][0].get(name))
+        """A constant's value by a struct, as a node names it.
+
+        A name without a scope is a local variable's, its struct's or all constants' and functions' of that name. With
+        one it is a struct's, if its scope is an alias of one alone.
+        """
+        at: Node | None = n
+        scope = self.text(n).rpartition("::")[0].rpartition("::")[2] if n.type == "qualified_identifier" else ""
+        while at is not None:
+            if at.type == "function_definition" and not scope and name in self._variables(at):
+                return None
+            owner = self.aliases.get((at.id, scope)) if scope else at
+            if owner is not None and (owner.id, name) in self.members:
+                return self._member(owner.id, name, struct if self.part(owner) == self.part(n) else None)
+            at = at.parent
+        part = self.part(n)
+        if None in self.constants[part].get(name, []):
+            return None
+        return self.known[part][struct].get(name, self.known[0][0].get(name))
+
+    def _member(self, owner: int, name: str, struct: int | None) -> int | None:
+        """A struct's constant or function of one value."""
+        key = owner, name, struct
+        if key not in self._values:
+            self._values[key] = None  # of one that is declared by itself
+            outside, self.local = self.local, {}
+            given = {one if isinstance(one, int) else self.value(one, struct) for one in self.members[owner, name]}
+            self._values[key] = given.pop() if len(given) == 1 else None
+            self.local = outside
+        return self._values[key]
+
+    def _variables(self, function: Node) -> set[str]:
+        """Names of a function's variables that are no constants of it."""
+        if function.id not in self._variables_of:
+            found = {self.text(of) for n in walk(function) if n.type == "declaration"
+                     and not re.match(r"(static )?constexpr", self.text(n)) for of, _ in declared(n)}  # fmt: skip
+            self._variables_of[function.id] = found
+        return self._variables_of[function.id]
 
     def value(self, n: Node | None, struct: int | None = None) -> int | None:
         """An expression's value where it is known: by one of its part's structs, or by all of them."""

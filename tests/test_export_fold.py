@@ -1,0 +1,117 @@
+"""What an export folds in kernels' templates: constants go, and what only looks like one stays."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tree_sitter_cuda")
+from upconv.export import fold
+
+
+def folded(text: str, **constants: int) -> str:
+    """What ``Kernel::run`` needs."""
+    (found,) = fold.folded([(text, [constants])], {"Kernel", "run"})
+    return found
+
+
+def test_conditions_of_constants_are_folded() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static constexpr bool WIDE = C::bytes == 4;
+static int run(int a) {
+  if constexpr (WIDE) return a * 2;
+  else return other(a);
+}
+static int other(int a) { return a * 3; }
+};
+"""
+    assert "other" in folded(text, bytes=2) and "a * 2" not in folded(text, bytes=2)
+    assert "other" not in folded(text, bytes=4) and "return a * 2;" in folded(text, bytes=4)
+
+
+@pytest.mark.parametrize("call", ("place_of(a, 2)", "this->place_of(a, 2)", "Kernel::place_of(a, 2)"))
+def test_a_call_is_no_constant_by_another_functions_name(call: str) -> None:
+    """One struct's function returns a constant, another's of that name does not."""
+    text = f"""
+template <class C>
+struct Stack {{
+static int place_of(int tap) {{
+  if constexpr (!C::stacked) return 0;
+  else return tap;
+}}
+}};
+template <class C>
+struct Kernel {{
+static int place_of(int a, int b) {{
+  int c = a * b;
+  c += a;
+  return c;
+}}
+static int run(int a) {{
+  const int to = {call};
+  return to + Stack<C>::place_of(a);
+}}
+}};
+"""
+    found = folded(text, stacked=0)
+    assert f"const int to = {call};" in found and "return to" in found
+
+
+@pytest.mark.parametrize("declared", ("int rows = a;", "int rows;"))
+def test_a_variable_is_no_constant_by_a_functions_name(declared: str) -> None:
+    text = f"""
+template <class C>
+struct Tile {{
+static int rows() {{ return C::rows; }}
+}};
+template <class C>
+struct Kernel {{
+static int run(int a) {{
+  {declared}
+  rows += a;
+  if (rows == 1) return Tile<C>::rows();
+  return a;
+}}
+}};
+"""
+    assert "if (rows == 1)" in folded(text, rows=1)
+
+
+def test_a_structs_own_function_is_known() -> None:
+    """Whatever another struct's is."""
+    text = """
+template <class C>
+struct Other {
+static bool shifted(int rows) {
+  rows *= 2;
+  return rows > 3;
+}
+};
+template <class C>
+struct Kernel {
+static bool shifted(int unit) { return C::element == 2; }
+static int run(int a) {
+  if (shifted(a)) return Other<C>::shifted(a);
+  return a;
+}
+};
+"""
+    found = folded(text, element=4)
+    assert "Other" not in found and "return a;" in found
+
+
+def test_a_parameter_is_no_variable_of_the_caller() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static bool first(int step) { return step == 0; }
+static int run(int a) {
+  const int step = C::zero;
+  if (first(a)) return step;
+  return a;
+}
+};
+"""
+    found = folded(text, zero=0)
+    assert "if (first(a)) return 0;" in found and "return step == 0;" in found
