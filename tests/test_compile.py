@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from situations import differences, step
 from standins import kernels_fixture  # noqa: F401
 from test_native import machine, module  # noqa: F401
 from upconv import planner
-from upconv.compiler import layouts, rule
+from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import text_of
 from upconv.cuda import gpu
 from upconv.problem import Problem
@@ -316,6 +317,11 @@ def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: p
         x = torch.randn(2, 4, 5)
         assert not differences(step(compiled, x, list(layer.parameters())), step(stock, x), 1e-4)
         assert sum(played) == max(0, times + 1 - replays.CALLS) * 2
+    monkeypatch.setattr(recorded, "_held", lru_cache(maxsize=4)(recorded._Held))  # strides are not noted without end
+    with torch.no_grad():
+        for wider in range(8):
+            compiled(torch.randn(2, 4, 5 + wider)[..., :5])
+    assert recorded._held.cache_info().currsize == 4
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

@@ -411,6 +411,77 @@ def test_only_what_is_asked_is_computed(machine: Machine, mask: int, monkeypatch
 
 
 @needs_gxx
+@pytest.mark.parametrize("within", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "autocast"))
+def test_calls_without_gradients_are_replayed(
+    within: Any, autocast: bool, machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
+    layer, x = CASES[0](), torch.randn(SIZES[0])
+    warm(layer, x, autocast=autocast)
+    with within(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outs = [layer(x) for _ in range(4)]
+        kernels.log.clear()
+        machine.launched.clear()
+        out = layer(x)
+        assert kernels.log == [] and [how for how, *_ in machine.launched] == ["ordinary", "dependent"]
+        assert not out.requires_grad and out.is_inference() == torch.is_inference_mode_enabled()
+        for other in outs:
+            assert_equal(out, other)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        again = layer(x)
+    assert is_replayed(again)
+    assert_equal(again.detach(), out.clone())
+
+
+@needs_gxx
+@pytest.mark.parametrize("failing", ("inference", "training", "gradients"))
+def test_running_out_of_memory_once_leaves_no_call_to_python(
+    failing: str, machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a pass is recorded, which a later call does then."""
+    layer, x = CASES[0](), torch.randn(SIZES[0])
+
+    def step(backward: bool = True) -> None:
+        with torch.set_grad_enabled(failing != "inference"):
+            out = layer(x)
+        if out.requires_grad and backward:
+            torch.autograd.grad(out.sum(), list(layer.parameters()))
+
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("2 GiB more than there is")
+
+    for _ in range(3 if failing == "gradients" else 2):
+        step(backward=False)
+    with monkeypatch.context() as m:
+        m.setattr(LoggedWeight if failing == "gradients" else LoggedData, "run", full)
+        with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+            step()
+    for _ in range(2):
+        step()
+    kernels.log.clear()
+    step()
+    assert kernels.log == []
+
+
+@needs_gxx
+def test_a_gradient_that_begins_elsewhere_is_not_what_is_recorded(machine: Machine, monkeypatch: Any) -> None:
+    """The pass copies it, and a recording would have other gradients copied too."""
+    layer, x = CASES[0](), torch.randn(SIZES[0], requires_grad=True)
+    steps: list[Any] = []
+    repeatable = recording.Recording.repeatable
+    monkeypatch.setattr(
+        recording.Recording, "repeatable", lambda self, found: steps.extend(self.steps) or repeatable(self, found)
+    )
+    for beyond in (0, 0, 0, 1, 0):
+        out = layer(x)
+        grad = torch.randn(out.numel() + 1)[beyond : out.numel() + beyond].view(out.shape)
+        torch.autograd.grad(out, [x, *layer.parameters()], grad)
+    called = [one.name for one in steps if isinstance(one, recording.Call)]
+    assert not set(called) & {"aten::clone", "aten::copy_"} and is_replayed(out)
+
+
+@needs_gxx
 def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
     layer = CASES[0]()
     x = torch.randn(SIZES[0], requires_grad=True)

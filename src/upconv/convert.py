@@ -234,7 +234,7 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
         model: any module; on a CPU there is nothing to compile.
         example: the model's arguments: tensors, or shapes (tuples of integers) for random tensors of the model's own
             dtype and device. A single list or dict is taken as all arguments, by position or by name.
-        training: also the kernels of the gradients for input and weight, and what replays training calls without Python
+        training: also the kernels of the gradients for input and weight, and what replays calls without Python
             (`upconv.replay.native`), which takes half a minute the first time.
         progress: called as ``progress(label, done, total)`` behind each source that is compiled or found in the cache.
 

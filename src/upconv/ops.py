@@ -117,14 +117,12 @@ def repeated(
     known = calls.known(plain, input, weight, bias, (rank, stride, padding, output_padding, groups, dilation))
     if known is None:
         return None
-    if not known.differentiable or not torch.is_grad_enabled():
-        return known.inference.forward(input if known.autocast is None else input.to(known.autocast), weight, bias)
-    out = replays.replayed(known, input, weight, bias) if replays.hoped else None
-    if out is None:
-        out = autograd.apply(
-            input if known.autocast is None else input.to(known.autocast), weight, bias, known.operation
-        )
-    return out
+    training = known.differentiable and torch.is_grad_enabled()
+    out = replays.replayed(known, input, weight, bias, training) if replays.hoped else None
+    if out is not None:
+        return out
+    x = input if known.autocast is None else input.to(known.autocast)
+    return autograd.apply(x, weight, bias, known.operation) if training else known.inference.forward(x, weight, bias)
 
 
 def computed(

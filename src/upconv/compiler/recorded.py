@@ -30,35 +30,41 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
         operands: input, weight and bias, or the output's gradient, input and weight.
     """
     a, b, c = operands
+
+    def run() -> Results:
+        if mask is None:
+            return (engine.forward(plan, a, b, c, lasting=False),)
+        assert c is not None
+        return engine.gradients(plan, a, b, c, mask, lasting=False)
+
     if weights.frozen and (weights.is_frozen(b) or (c is not None and weights.is_frozen(c))):
-        # A recording packs; the pass in Python reads the copy.
-        return _run(plan, mask, *operands)
-    key = (mask, a.stride(), b.stride(), b.dtype, c if c is None else (c.stride(), c.dtype), a.get_device())
-    known = _known(plan)
-    held = known.get(key, 0)
-    if type(held) is not int and held is not replays.NEVER:
+        return run()  # a recording packs, and the pass in Python reads the copy
+    held = _held(
+        plan, mask, a.stride(), b.stride(), b.dtype, None if c is None else (c.stride(), c.dtype), a.get_device()
+    )
+    if held.layer is not None and held.layer is not replays.NEVER:
         may_copy = -1 if mask is None else 0  # an output's gradient, to be dense
-        found: Results | None = native.module().play(held, a, b, c, may_copy)
-        if found is not None:
+        found: Results | None = native.module().play(held.layer, a, b, c, may_copy)
+        return run() if found is None else found
+    if held.layer is None and replays.hoped and not engine._collectors:
+        held.calls += 1
+        module = replays.recorder(operands)
+        if module is not None and held.calls >= replays.CALLS:
+            what = f"a compiled graph's pass of {plan.problem}"
+            found, held.layer = replays.layer_of(module, plan, what, operands, run)
             return found
-    result = _run(plan, mask, *operands)
-    if type(held) is int and replays.hoped and not engine._collectors and (module := replays.recorder()) is not None:
-        known[key] = held + 1 if held < replays.CALLS - 1 else _layer(module, plan, mask, operands) or replays.NEVER
-    return result
+    return run()
 
 
-@lru_cache(maxsize=4096)
-def _known(plan: Plan) -> dict[Any, Any]:
-    """Of the plans used last how many calls like each there were, or what replays them."""
-    return {}
+class _Held:
+    """Of calls that are alike how many there were, and what replays them."""
+
+    __slots__ = ("calls", "layer")
+
+    def __init__(self, *described: Any) -> None:
+        self.calls = 0
+        self.layer: Any = None
 
 
-def _run(plan: Plan, mask: Mask | None, a: Tensor, b: Tensor, c: Any) -> Results:
-    if mask is None:
-        return (engine.forward(plan, a, b, c, lasting=False),)
-    return engine.gradients(plan, a, b, c, mask, lasting=False)
-
-
-def _layer(module: Any, plan: Plan, mask: Mask | None, operands: Operands) -> Any:
-    what = f"a compiled graph's pass of {plan.problem}"
-    return replays.layer(module, plan, what, operands, lambda: _run(plan, mask, *operands))
+_held = lru_cache(maxsize=4096)(_Held)
+"""That of a call that was described so before, of those used last."""

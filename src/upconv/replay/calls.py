@@ -105,7 +105,7 @@ class Call:
 
     __slots__ = (
         "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "inference",
-        "operation", "replay",
+        "layers", "operation",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
@@ -114,8 +114,8 @@ class Call:
         self.operation, self.inference = operation, operation.inference
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
-        self.replay: Any = None
-        """What replays it (`upconv.replay.replays`), once it is recorded."""
+        self.layers: list[Any] = [None, None]
+        """What replays it (`upconv.replay.replays`), once it is recorded: without and with its gradients."""
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""

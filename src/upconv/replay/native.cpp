@@ -322,14 +322,16 @@ class Layer {
     std::lock_guard<std::mutex> lock(mutex_);
     return backward_[mask];
   }
-  // Whether the gradients of a mask are to be recorded, which they are once.
+  // Whether the gradients of a mask are to be recorded.
   bool wanted(int mask) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return !std::exchange(asked_[mask], true);
+    return !recorded_[mask];
   }
+  // A recording, or nothing for gradients that cannot be repeated.
   void set_backward(int mask, std::shared_ptr<Recording> recording) {
     std::lock_guard<std::mutex> lock(mutex_);
     backward_[mask] = std::move(recording);
+    recorded_[mask] = true;
   }
 
   // The stream that a recording may be replayed on; nothing where Python must see to it.
@@ -381,7 +383,7 @@ class Layer {
  private:
   std::mutex mutex_;
   std::array<std::shared_ptr<Recording>, 8> backward_;
-  std::array<bool, 8> asked_{};
+  std::array<bool, 8> recorded_{};
 };
 
 // What owns a layer: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards can hash it.
@@ -409,9 +411,9 @@ static variable_list call_back(
   Gil gil;
   auto wrapped = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
   auto given = std::array{wrapped(grad), wrapped(input), wrapped(weight)};
+  const bool wanted = plain && layer.wanted(mask);
   auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
-      layer.call_back, "OOOiO", given[0].ptr(), given[1].ptr(), given[2].ptr(), mask,
-      plain && layer.wanted(mask) ? Py_True : Py_False));
+      layer.call_back, "OOOiO", given[0].ptr(), given[1].ptr(), given[2].ptr(), mask, wanted ? Py_True : Py_False));
   if (!found.ptr() || !PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 4) {
     if (found.ptr()) PyErr_SetString(PyExc_TypeError, "upconv: a backward returned something else");
     python_error error;
@@ -424,7 +426,7 @@ static variable_list call_back(
     if (each != Py_None) results[i] = THPVariable_Unpack(each);
   }
   PyObject* recording = PyTuple_GET_ITEM(found.ptr(), 3);
-  if (recording != Py_None) layer.set_backward(mask, recording_of(recording));
+  if (recording != Py_None) layer.set_backward(mask, PyTuple_Check(recording) ? recording_of(recording) : nullptr);
   return results;
 }
 
@@ -507,7 +509,8 @@ static std::array<Tensor, 3> operands_of(PyObject* const* of) {
   return found;
 }
 
-// run(layer, input, weight, bias): the recorded result, with a layer's gradients; None where Python must compute it.
+// run(layer, input, weight, bias): the recorded result, where gradients are recorded with a layer's; None where Python
+// must compute it.
 static PyObject* run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "run takes four arguments");
@@ -519,7 +522,11 @@ static PyObject* run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     NoGil released;
     const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
     auto found = layer.replay(*layer.forward, {input, weight, bias}, -1);
-    if (found) {
+    const bool training = c10::GradMode::is_enabled() &&
+        (input.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad()));
+    if (found && !training) {
+      out = std::move((*found)[0]);
+    } else if (found) {
       handed.out = std::move((*found)[0]);
       out = ConvTranspose::apply(input, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, &handed);
     }

@@ -1,9 +1,9 @@
-"""Calls of training that are replayed without Python once their passes are recorded.
+"""Calls that are replayed without Python once their passes are recorded.
 
-A training call that is recognised (`upconv.replay.calls`) is computed in Python once more, and its forward is recorded
-meanwhile (`upconv.cuda.recording`), if the module of `upconv.replay.native` is there. From then on the module does what
-the pass did, as one autograd function in C++; its gradients are recorded when they are first asked for. Most of a small
-layer's host time in a training step is the Function in Python and the Python around its launches.
+A call that is recognised (`upconv.replay.calls`) is computed in Python once more, and its forward is recorded meanwhile
+(`upconv.cuda.recording`), if the module of `upconv.replay.native` is there. From then on the module does what the pass
+did, in training as one autograd function in C++; its gradients are recorded when they are first asked for. Most of a
+small layer's host time is the Python around its launches.
 
 A call that a recording does not fit (``native.cpp``) stays in Python. A recording does what the pass in Python did,
 kernel by kernel, so that results are the same to the last bit.
@@ -22,8 +22,8 @@ from upconv.cuda import engine, weights
 from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
-from upconv.replay import calls, native
-from upconv.replay.calls import Call, Operands, Operation
+from upconv.replay import native
+from upconv.replay.calls import Call, Operation
 
 Results = Sequence["Tensor | None"]
 
@@ -35,50 +35,49 @@ NEVER = object()
 """In the place of what replays a pass that cannot be replayed."""
 
 
-def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The result of a training call that is known; None where Python must compute it, which the first time records it.
+def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor | None:
+    """The result of a call that is known; None where Python must compute it.
 
-    Whoever computes a frozen weight's gradient ends the promise, of which a replay knows nothing.
+    ``training``: whether its gradients are recorded. Whoever computes a frozen weight's gradient ends the promise, of
+    which a replay knows nothing, and other calls read the packed copy.
     """
-    layer = known.replay
+    layer = known.layers[training]
     if layer is NEVER or engine._collectors or (weights.frozen and weights.is_frozen(weight)):
         return None
     if layer is not None:
         out: Tensor | None = native.module().run(layer, input, weight, bias)
         return out
-    tensors = (input, weight) if bias is None else (input, weight, bias)
-    trained = weight.requires_grad and not any(calls.unwrapped(t) is not t or t.data_ptr() % 16 for t in tensors)
-    # Autocast leaves float64 as it is.
-    if trained and not (known.autocast and input.dtype is torch.float64) and (module := recorder()) is not None:
-        known.replay = _recorded(module, known, (input, weight, bias)) or NEVER
-    return None
+    operation = known.operation if training else known.inference
+    x = input if known.autocast is None else input.to(known.autocast)
+    operands = x, weight, bias
+    if (module := recorder(operands)) is None:
+        return None
+
+    def compute() -> Results:
+        return (operation.forward(*operands),)
+
+    what, gradients = f"the forward of {operation.plan.problem}", _Gradients(operation)
+    found, known.layers[training] = layer_of(
+        module, operation.plan, what, operands, compute, known.autocast, bias is not None, gradients
+    )
+    return None if training else found[0]
 
 
-def recorder() -> Any:
-    """The module; None where there is none, or where nothing is to be recorded now."""
+def recorder(operands: Sequence[Tensor | None]) -> Any:
+    """The module, if a pass on these operands may be recorded now; else None.
+
+    What is captured does without what outlives it. A pass copies operands that do not begin at 16 bytes, or takes other
+    kernels, and a recording would do so for all.
+    """
     global hoped
     module = native.module()
     if module is None:
         hoped = not native.hopeless()
         return None
-    return None if capturing() else module  # what is captured does without what outlives it
+    return None if capturing() or any(t is not None and t.data_ptr() % 16 for t in operands) else module
 
 
-def _recorded(module: Any, known: Call, given: Operands) -> Any:
-    """A ``Layer`` for a call that is made with these operands; None where its forward cannot be repeated."""
-    input, weight, bias = given
-    operation, x = known.operation, input if known.autocast is None else input.to(known.autocast)
-    what, operands = f"the forward of {operation.plan.problem}", (x, weight, bias)
-
-    def compute() -> Results:
-        return (operation.forward(x, weight, bias),)
-
-    return layer(
-        module, operation.plan, what, operands, compute, known.autocast, bias is not None, _Gradients(operation)
-    )
-
-
-def layer(
+def layer_of(
     module: Any,
     plan: Plan,
     what: str,
@@ -87,19 +86,23 @@ def layer(
     autocast: torch.dtype | None = None,
     biased: bool = False,
     call_back: Callable[..., Any] | None = None,
-) -> Any:
-    """A ``Layer`` that replays a pass by a plan, which is computed once more; None for one that cannot be repeated.
+) -> tuple[Results, Any]:
+    """The results of a pass by a plan, and a ``Layer`` that replays it; `NEVER` for one that cannot be repeated.
 
-    ``operands``: the pass's, the second on its device. The rest is ``native.cpp``'s.
+    ``operands``: the pass's, the second on its device. The rest is ``native.cpp``'s. Errors: those of ``compute``.
     """
     index, last = operands[1].get_device(), plan.problem.layout == "channels_last"
     try:
         with torch.no_grad():
-            _, found = recording_of(what, operands, compute)
-    except Exception as error:  # whatever it is, the call itself meets it too
+            results, found = recording_of(what, operands, compute)
+        if found is None:
+            return results, NEVER
+        return results, module.Layer(index, _context(index), autocast, last, biased, found, call_back)
+    except torch.OutOfMemoryError:  # which may pass: a later call is recorded
+        raise
+    except Exception as error:  # the pass's, or of its recording
         tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
-        return None
-    return found and module.Layer(index, _context(index), autocast, last, biased, found, call_back)
+        return compute(), NEVER
 
 
 def _context(index: int) -> int:
@@ -132,12 +135,16 @@ class _Gradients:
         self._operation = operation
 
     def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
-        """The gradients that the bits of ``mask`` ask for, of input, weight and bias; if ``wanted`` their recording."""
+        """The gradients that the bits of ``mask`` ask for, of input, weight and bias; if ``wanted`` their recording.
+
+        In its place None where nothing is recorded now, and False where they cannot be repeated.
+        """
         asked = [bool(mask >> i & 1) for i in range(3)]
-        if not wanted:
-            return (*self._operation.backward(grad, input, weight, asked), None)
         p = self._operation.plan.problem
-        grad = grad.contiguous(memory_format=cpu.memory_format(p.layout, p.rank))  # as the module makes others
+        if wanted:
+            grad = grad.contiguous(memory_format=cpu.memory_format(p.layout, p.rank))  # as the module makes others
+        if not wanted or recorder((grad, input, weight)) is None:
+            return (*self._operation.backward(grad, input, weight, asked), None)
         what = f"the gradients {_named(asked)} of {p}"
 
         def compute() -> Results:
@@ -145,7 +152,7 @@ class _Gradients:
 
         with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):
             found, recording = recording_of(what, (grad, input, weight), compute)
-        return (*found, recording)
+        return (*found, recording or False)
 
 
 def tell(line: str) -> None:
