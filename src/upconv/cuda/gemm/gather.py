@@ -124,7 +124,7 @@ class Choice(TileChoice):
         t = self.tiling
         if self.flat or not t.boxable:
             return False
-        if t.element == 2 or self.problem.pass_ != "fwd":
+        if t.unpacked:
             return True
         one_tap = max(len(block) for blocks in t.entries for block in blocks) == 1
         packing = _PACKING[0] + math.prod(self.problem.weight_shape) * t.element / _PACKING[1]

@@ -94,7 +94,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         weight_stages=max(1, t.ring_stages),
         lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / _LINE,
         boxes=chunks * boxes
-        + (fragments / t.k_steps * t.weight_boxes * _WEIGHT_BOX if t.boxable and not t.resident else 0.0),
+        + (fragments / t.k_steps * t.weight_boxes * _WEIGHT_BOX if t.unpacked and not t.resident else 0.0),
         shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
         chunks_turned=chunks * chunks_turned,
         turned=chunks * turned,

@@ -172,6 +172,11 @@ class Tiling(TiledPixels):
         )
 
     @property
+    def unpacked(self) -> bool:
+        """Whether weights that are `boxable` always come so: a forward's in TF32 do only where packing takes long."""
+        return self.boxable and (self.element == 2 or self.problem.pass_ != "fwd")
+
+    @property
     def weight_span(self) -> int:
         """Bytes of a row of a tap's boxes: of a chunk's channels; in a forward, whose rows of M lie side by side, of
         some of these."""
