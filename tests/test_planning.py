@@ -15,6 +15,7 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
+from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_cost, gather_search
 from upconv.cuda.gpu import A100, H200, Gpu
@@ -112,6 +113,15 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
+
+
+@pytest.mark.parametrize("case", ["kb65", "kb68"])
+def test_many_taps_of_wide_images_share_a_halo(case: str) -> None:
+    """A kernel that loads pixels anew for each tap waits for the second-level cache (docs/design.md, Pixels as M)."""
+    found = dict(SUITES["cuda"])[case].with_(precision="tf32", layout="channels_last")
+    choices = families.choose(found, H200)
+    assert not any(isinstance(choices[name], str) for name in ("gather", "pixels"))
+    assert family.best_of(choices) is choices["gather"]
 
 
 @pytest.mark.parametrize(
