@@ -320,6 +320,7 @@ LAST: OfTiling = {
     "a box for each band of rows": lambda t: t.strided_box and t.plane_count > len(t.residues),
     "boxes that step over rows": lambda t: t.tensor_map and max(t.box_steps[2:4]) > 1,
     "planes one by one": lambda t: t.planewise and t.straight,
+    "planes one by one, in rounds": lambda t: t.planewise and t.rolled,
     "pixels by threads": lambda t: not t.tensor_map and t.aligned_channels and t.wgmma,
     "channels off 16 bytes": lambda t: not t.aligned_channels and t.wgmma,
     "both parts of a box": lambda t: t.tensor_map and t.parts == 2,
@@ -330,7 +331,9 @@ LAST: OfTiling = {
 STEPS: OfTiling = {
     "straight": lambda t: t.straight,
     "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.multiplied.variants),
-    "in a loop": lambda t: not t.straight and t.parts == 1,
+    "in rounds": lambda t: t.rolled,
+    "in rounds, of several phases": lambda t: t.rolled and len(t.multiplied.variants) > 1,
+    "in a loop": lambda t: not (t.straight or t.rolled) and t.parts == 1,
     "of two subtiles": lambda t: t.wide,
     "of several blocks": lambda t: t.mb > 1 and t.nb > 1,
     "of parts": lambda t: t.parts == 2,

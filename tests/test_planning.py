@@ -18,6 +18,7 @@ from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_cost, gather_search
+from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.problem import LAYOUTS, Pass, Precision, Problem
@@ -95,6 +96,24 @@ def test_gather_takes_the_cheapest_of_its_tilings(gpu: Gpu) -> None:
             assert t.checked(gpu.shared_bytes) is t and 0 < cost.tensor < cost.seconds
             looked += 1
     assert looked > 60
+
+
+def test_rounds_of_steps_differ_only_in_where_they_begin() -> None:
+    """As the kernel takes their taps' shifts from the first round; of planes one by one a round is a plane."""
+    found = set()
+    planes = Problem.make(4, 32, 64, (40, 72), 4, 2, 1, precision="tf32", layout="channels_last", pass_="grad-input")
+    for p in chain(suite_layers(7, "fwd"), suite_layers(7, "grad-input"), [planes]):
+        every = [] if gather.refusal(p, H200) else gather_search.considered(p, H200)
+        for t in [t for _, t in every if t.rolled][::5]:
+            shifts, taps = constants(t)["round_shifts"], t.taps_unrolled
+            for block in (block for blocks in t.entries for block in blocks):
+                for i in range(0, len(block), taps):
+                    rows = [t.shift(offsets) for offsets, _ in block[i : i + taps]]
+                    assert tuple(row - rows[0] for row in rows) == shifts
+                    of = {t.plane_of(offsets) for offsets, _ in block[i : i + taps]}
+                    assert not t.planewise or of == {i // taps}
+            found.add((len(t.multiplied.variants) > 1, t.planewise))
+    assert found == {(False, False), (True, False), (False, True)}
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])

@@ -6,12 +6,14 @@ the stores, all of shared memory, and what the kernel cannot run; `gather_consta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, positions, result_shape, source_shape
+from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
 from upconv.derived import derived, derived_from
@@ -23,17 +25,26 @@ _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
+_STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
+_STEPS_OF_ROUND = 5, 16  # at least, at most
+_SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
 
-_STEPS = "problem", "unroll", "subs", "w_subs", "chunk", "wgmma"
-_of_steps = derived_from(*_STEPS)
+_of_steps = derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
 
 
 @lru_cache(maxsize=4096)
 def _unrolled(counts: frozenset[int], most: int) -> int:
     """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
     return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
+
+
+def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool:
+    """Whether rounds of so many taps differ only in where they begin, along W by multiples of a step."""
+    rounds = [block[i : i + taps] for block in blocks for i in range(0, len(block), taps)]
+    lie = {tuple((d - one[0][0], h - one[0][1], w - one[0][2] // step * step) for d, h, w in one) for one in rounds}
+    return len(lie) == 1
 
 
 @dataclass(frozen=True)
@@ -91,14 +102,55 @@ class Tiling(TiledPixels):
 
     # --- K: steps ----------------------------------------------------------------------------------------------------
 
-    @_of_steps
+    @of_pixels
     def straight(self) -> bool:
         """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
-        one, every = _STEPS_STRAIGHT
-        found = self.multiplied
-        return (
-            self.wgmma and self.parts == 1 and found.most * self.k_steps <= one and found.total * self.k_steps <= every
-        )
+        return self._short and not self.rolled
+
+    @_of_steps
+    def _short(self) -> bool:
+        most, total = self.multiplied.most * self.k_steps, self.multiplied.total * self.k_steps
+        return self.wgmma and self.parts == 1 and most <= _STEPS_STRAIGHT[0] and total <= _STEPS_STRAIGHT[1]
+
+    @of_pixels
+    def rolled(self) -> bool:
+        """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain."""
+        if not self._short or self.multiplied.most * self.k_steps < _STEPS_ROLLED:
+            return False
+        # With one instruction a step ptxas serialises some (C7513, C7515), but none of consumers in turn.
+        if self.mb > 1 or (self.nb == 1 and self.split != 2) or not self._taps_of_round:
+            return False
+        if not self.planewise:
+            return all(len(firsts) == 1 for firsts, _, _ in self.bands)  # else the rows of taps alike need not be
+        # Of consumers in turn neither fills the other's gaps between planes (docs/experiments.md).
+        return self.split != 2 and set(self.multiplied.lengths) == {self.plane_count * self._taps_of_round}
+
+    @_of_steps
+    def _taps_of_round(self) -> int:
+        """As many as may be, so that all blocks are whole rounds, alike but for where they begin; 0 where none are.
+
+        `planewise`: those of a plane.
+        """
+        blocks = [[offsets for offsets, _ in block] for blocks in self.multiplied.entries for block in blocks if block]
+        if not self.planewise:
+            most = max(map(len, blocks)) - 1
+            return next((n for n in range(most, 0, -1) if self._sets(n) and _alike(blocks, n, self.in_steps[2])), 0)
+        planes: dict[tuple[int, ...], list[Triple]] = {}
+        for i, block in enumerate(blocks):
+            for offsets in block:
+                planes.setdefault((i, *map(operator.mod, offsets, self.in_steps)), []).append(offsets)
+        most = max(map(len, planes.values()))
+        return most if self._sets(most) and _alike(planes.values(), most) else 0
+
+    def _sets(self, taps: int) -> int:
+        """Of fragments' registers that come round with a round of so many taps; 0 where these are too few or many."""
+        steps, (least, most) = taps * self.k_steps, _STEPS_OF_ROUND
+        return next((n for n in _SETS if steps % n == 0), 0) if least <= steps <= most else 0
+
+    @property
+    def fragment_sets(self) -> int:
+        """Sets of registers that fragments take in turn."""
+        return self._sets(self.taps_unrolled) if self.rolled else 3
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -119,16 +171,18 @@ class Tiling(TiledPixels):
             found.append((first, begin - shift))
         return tuple(found)
 
-    @_of_steps
+    @of_pixels
     def longest_stretch(self) -> int:
         """Most steps of a stretch of code without a loop."""
         if self.straight:
             return self.multiplied.most * self.k_steps * self.parts
         return self.taps_unrolled * self.k_steps * self.parts
 
-    @_of_steps
+    @of_pixels
     def taps_unrolled(self) -> int:
         """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
+        if self.rolled:
+            return self._taps_of_round
         counts = self.multiplied.lengths
         steps = STEPS_UNROLLED if self.wgmma else 2
         if self.parts == 2:
@@ -377,7 +431,7 @@ class Tiling(TiledPixels):
 
     @property
     def _planes_in_turn(self) -> bool:
-        if not (self.straight and self.mb == 1):
+        if not ((self.straight or self.rolled) and self.mb == 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 

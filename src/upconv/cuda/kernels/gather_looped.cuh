@@ -7,7 +7,7 @@ struct StretchOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   if constexpr (C::wgmma) weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
@@ -17,7 +17,7 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
 };
 
 // The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
-// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
 // of registers in turn, high ones keep theirs to the end.
 template <class C>
 struct StretchOf<C, 2> : StepOf<C> {
@@ -37,7 +37,7 @@ static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S
 }
 
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[STEPS][4], low[FRAGMENT_SETS][4];
+  u32 high[STEPS][4], low[C::fragment_sets][4];
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
   weights.load(high[0], 0);
   weights.load(low[0], 1);
@@ -48,14 +48,14 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
     if constexpr (C::wgmma) wgmma_fence();
     if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
     else pixels.template multiply<false>(acc, high[i], shift, k_step, 1, lane);
-    pixels.template multiply<false>(acc, low[i % FRAGMENT_SETS], shift, k_step, 0, lane);
+    pixels.template multiply<false>(acc, low[i % C::fragment_sets], shift, k_step, 0, lane);
     if constexpr (C::wgmma) {
       wgmma_commit();
       done = weights.in_hand();
     }
     if (i + 1 < STEPS) {
       weights.load(high[i + 1], 2 * i + 2);
-      weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
+      weights.load(low[(i + 1) % C::fragment_sets], 2 * i + 3);
     }
     if constexpr (C::wgmma) {
       if (i + 1 < STEPS) wgmma_wait<1>();

@@ -51,7 +51,7 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
   int stretch = variant;
   if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
   if (C::stretches == 1 || stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
+    u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
     if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
