@@ -24,7 +24,7 @@ from upconv import dispatch, planner, reference
 from upconv.compiler.arguments import text_of
 from upconv.cuda import engine, families, gpu
 from upconv.cuda import weights as packed
-from upconv.cuda.compile import jit
+from upconv.cuda.compile import driver, jit
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls
@@ -88,10 +88,25 @@ def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine:
     for part in (str(P), "cuda:stand-in", "one tile", "CUDA said no"):
         assert part in str(error.value)
     plan, _ = a_plan(P, failure=torch.OutOfMemoryError("2 GiB more than there is"))
-    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"cuda:stand-in.*2 GiB"):
         engine.forward(plan, x, w, b)
     plan, _ = a_plan(P)
     assert reference.relative_error(engine.forward(plan, x, w, b), reference.forward(P, x, w, b)) < 1e-6
+
+
+def test_a_kernel_that_finds_no_memory_to_load_is_out_of_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an allocation is, so that who catches that and tries smaller batches catches it."""
+
+    def prepare(self: StandIn, device: int) -> Any:
+        full = driver.bindings().CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        return driver.drive(lambda *code: (full, None), b"code")
+
+    monkeypatch.setattr(StandIn, "prepare", prepare)
+    x, w, b, _ = operands(P)
+    with pytest.raises(torch.OutOfMemoryError, match=r"upconv could not compute .* CUDA_ERROR_OUT_OF_MEMORY"):
+        engine.forward(a_plan(P)[0], x, w, b)
 
 
 def test_another_device_is_made_current_for_a_pass(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,8 +189,6 @@ class WeightRunner:
             out = x.new_empty_strided(self.shape, strides, dtype=dtype)
         try:
             self.prepared.run(x, grad, out, lasting and not _capturing())
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             raise failure(self.plan, self.index, error, "grad-weight") from error
         return out if out.dtype is dtype else out.to(dtype)
@@ -236,8 +234,6 @@ class Runner:
         try:
             out = x.new_empty_strided(self.shape, self.strides)  # 0.5 us less than torch.empty_strided
             self._launch(x, weight, bias, out, lasting)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             raise failure(self.plan, self.index, error, self.pass_) from error
         return out
@@ -263,10 +259,12 @@ class Runner:
 
 
 def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
+    """An exception that names a pass and its plan; out of memory stays PyTorch's own exception."""
     selected = plan.selection(pass_)
     assert selected.choice is not None
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
-    return RuntimeError(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
+    return kind(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
 
 
 # --- loading and compiling -------------------------------------------------------------------------------------------

@@ -119,7 +119,8 @@ def state() -> str:
         return str(error)
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
+    """`jit.tell`, whose module a CPU's calls do without."""
     from upconv.cuda.compile import jit
 
     jit.tell(line)
@@ -162,7 +163,7 @@ def _build() -> None:
         _reason = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
     finally:
         _done.set()
-        _tell(f"native: {state()}")
+        tell(f"native: {state()}")
 
 
 def found() -> Any:
@@ -239,7 +240,7 @@ def _compiled() -> bytes:
     global _child
     with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
         out = Path(folder) / f"{_NAME}.so"
-        _tell(f"compiling {_SOURCE.name} with {compiler()}")
+        tell(f"compiling {_SOURCE.name} with {compiler()}")
         child = _child = subprocess.Popen(
             command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -101,7 +101,7 @@ def layer_of(
     except torch.OutOfMemoryError:  # which may pass: a later call is recorded
         raise
     except Exception as error:  # the pass's, or of its recording
-        tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
+        native.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
         return compute(), NEVER
 
 
@@ -124,7 +124,7 @@ def recording_of(
     try:
         return results, to.repeatable(results)
     except Unrecorded as reason:
-        tell(f"native: {what} stays in Python: {reason}")
+        native.tell(f"native: {what} stays in Python: {reason}")
         return results, None
 
 
@@ -153,12 +153,6 @@ class _Gradients:
         with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):
             found, recording = recording_of(what, (grad, input, weight), compute)
         return (*found, recording or False)
-
-
-def tell(line: str) -> None:
-    from upconv.cuda.compile import jit  # which a CPU's calls do without
-
-    jit.tell(line)
 
 
 def _named(asked: Sequence[bool]) -> str:

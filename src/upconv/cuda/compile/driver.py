@@ -19,11 +19,20 @@ def bindings() -> Any:
 
 
 def drive(call: Callable[..., Any], *arguments: Any) -> Any:
-    """A driver call's result. Errors: RuntimeError with the call's and the error's names."""
+    """A driver call's result. Errors: `failure`, with the call's and the error's names."""
     error, *results = call(*arguments)
     if error:
-        raise RuntimeError(f"{call.__name__} returned {getattr(error, 'name', error)}")
+        raise failure(f"{call.__name__} returned {getattr(error, 'name', error)}", error)
     return results[0] if results else None
+
+
+def failure(message: str, error: Any, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
+    """The exception for a driver's error: out of memory is PyTorch's own, which callers catch; others are of a kind."""
+    if error == bindings().CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        import torch  # which who only compiles does without
+
+        kind = torch.OutOfMemoryError
+    return kind(message)
 
 
 def context(device: int) -> Any:

@@ -184,9 +184,8 @@ class Launcher:
             f"the launch of {self.kernel.name} with a grid of {grid}, blocks of {self.block} threads and {self.shared} "
             f"bytes of shared memory on cuda:{self.device} failed with {getattr(error, 'name', error)}"
         )
-        if error == results.CUDA_ERROR_OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(message)
-        raise (TooManyBlocks if error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE else LaunchError)(message)
+        too_many = error == results.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+        raise driver.failure(message, error, TooManyBlocks if too_many else LaunchError)
 
 
 _PROBE = 'extern "C" __global__ void probe() {}\n'
