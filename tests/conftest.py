@@ -425,7 +425,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         return entry
 
     def encode(kind: Any, address: int, *_: Any, **named: Any) -> bytes:
-        return struct.pack("<16Q", *[address] * 16)
+        return struct.pack("<16Q", *[address + kind.begin] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
     stand_in(

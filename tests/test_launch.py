@@ -18,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from situations.processes import in_threads
+from upconv.cuda import launches
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.compile import launch as launch_module
+from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.compile.launch import Launcher, LaunchError, TooManyBlocks
 from upconv.cuda.gpu import gpu
-from upconv.cuda.launches import Int, Long
+from upconv.cuda.launches import Int, Launch, Long, Map, Pointer, Unit
 
 TYPES = {"P": ctypes.c_uint64, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 FORMS = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
@@ -252,6 +254,15 @@ def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: 
     driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT] * 2
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
         launch(STREAM, 1, (3,))
+
+
+def test_a_map_that_does_not_begin_with_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches write addresses there."""
+    box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
+    launch = Launch(Unit("f", "f", ("f",)), "f", 1, 64, 16, (Pointer("source"), box))
+    monkeypatch.setattr(launches, "encode", lambda tensor, address, *_: struct.pack("<16Q", *[address >> 4] * 16))
+    with pytest.raises(RuntimeError, match=r"first word must be its tensor.s address; got 0x10000000000$"):
+        _ = launch.encoded
 
 
 @pytest.mark.parametrize("argument", [Int(2**31), Int(-(2**31) - 1), Long(2**63)], ids=repr)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,6 +120,17 @@ def longs(values: Iterable[int]) -> tuple[Long, ...]:
     return tuple(map(Long, values))
 
 
+_ADDRESS = 1 << 44  # at which maps are encoded; who launches writes their tensor's there
+
+
+class Encoded(NamedTuple):
+    """A launch's arguments as the driver reads them, without addresses."""
+
+    words: bytes
+    places: tuple[tuple[int, Operand, int], ...]
+    """Which of the words are addresses, rising: the word, the operand and the bytes from its begin."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel."""
@@ -134,6 +146,26 @@ class Launch:
     """Its blocks wait for each other, so that all must run at once."""
     dependent: bool = False
     """It may begin before the launch ahead of it ends, which packs its weights, and waits for that itself."""
+
+    @cached_property
+    def encoded(self) -> Encoded:
+        """Its arguments. Errors: those of their own; RuntimeError for a map whose first word is no address."""
+        words = b""
+        places: list[tuple[int, Operand, int]] = []
+        for a in self.arguments:
+            if isinstance(a, Map):
+                places.append((len(words) // 8, a.operand, a.tensor.begin))
+                one = a.encoded(_ADDRESS)
+                if (first := int.from_bytes(one[:8], "little")) != _ADDRESS + a.tensor.begin:
+                    raise RuntimeError(f"a tensor map's first word must be its tensor's address; got {first:#x}")
+                words += one
+            elif isinstance(a, Pointer):
+                places += [(len(words) // 8, a.operand, a.offset)] if a != NULL else []
+                words += bytes(8)
+            else:
+                assert isinstance(a, Int | Long)
+                words += a.encoded()
+        return Encoded(words, tuple(places))
 
 
 WeightForm = Literal["packed", "in place", "contiguous", "channels_last"]

@@ -1,7 +1,6 @@
 """A choice on a device: its kernels, loaded, and its records of launches (`upconv.cuda.launches`) run on tensors.
 
-A call costs the host little: the records are sorted once into what stays and what a call gives, and only addresses are
-looked up then. Tensor maps are encoded once for an address, since allocations come back to the same ones.
+A call costs the host little: the records' arguments are encoded once, tensor maps too, and a call gives addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, bind, 
 from upconv.cuda.gpu import current_stream
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
-    NULL,
     Given,
     Launch,
     Map,
@@ -36,12 +34,9 @@ from upconv.cuda.launches import (
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _WORD, _DENSE = torch.int32, (1,)
-_MOST_MAPS = 256  # addresses of which a run of arguments is kept
 
 Values = list[Any]
-"""Addresses of operands, then runs of other arguments as bytes."""
-Run = tuple[Any, ...]
-"""Arguments side by side that are no pointers."""
+"""Addresses of operands and of places in them, then words of other arguments as bytes."""
 
 
 def loaded(launch: Launch, arguments: str, device: int) -> Launcher:
@@ -50,48 +45,16 @@ def loaded(launch: Launch, arguments: str, device: int) -> Launcher:
     return Launcher(kernel, device, launch.threads, launch.shared_bytes, arguments, launch.cooperative)
 
 
-class _Run:
-    """A run of arguments with maps: its bytes, by the addresses of what the maps are over."""
-
-    def __init__(self, run: Run, slots: dict[Operand, int], device: int) -> None:
-        self._run, self._device = run, device
-        operands = dict.fromkeys(a.operand for a in run if isinstance(a, Map))
-        self._order = {operand: i for i, operand in enumerate(operands)}
-        slot, *more = (slots[operand] for operand in operands)
-        self.key = itemgetter(slot, *more)
-        """Of a call's values, by which the bytes are kept: one address or several."""
-        self.kept: dict[Any, bytes] = {}
-
-    def encoded(self, key: Any) -> bytes:
-        """The bytes, which are kept from then on."""
-        if len(self.kept) >= _MOST_MAPS:
-            self.kept.clear()
-        bind(self._device)  # encoding wants a context
-        addresses = key if len(self._order) > 1 else (key,)
-        found = self.kept[key] = b"".join(
-            a.encoded(addresses[self._order[a.operand]]) if isinstance(a, Map) else a.encoded() for a in self._run
-        )
-        return found
-
-
-def _pieces(launch: Launch) -> list[Pointer | Run]:
-    """A launch's pointers, and the runs between them."""
-    found: list[Pointer | Run] = []
-    for a in launch.arguments:
-        if isinstance(a, Pointer):
-            found.append(a)
-        elif found and isinstance(found[-1], tuple):
-            found[-1] = (*found[-1], a)
-        else:
-            found.append((a,))
-    return found
-
-
-def _format(pieces: Sequence[Pointer | Run]) -> str:
-    """`Launcher`'s for these."""
-    return "".join(
-        "Q" if isinstance(one, Pointer) else f"{sum(128 if isinstance(a, Map) else 8 for a in one)}s" for one in pieces
-    )
+def _pieces(launch: Launch, slots: dict[Operand, int]) -> list[tuple[int, int] | bytes]:
+    """A launch's arguments: addresses, each an operand's slot and the bytes from its begin, and words between them."""
+    words, places = launch.encoded
+    found: list[tuple[int, int] | bytes] = []
+    end = 0
+    for word, operand, offset in places:
+        found += [words[end : 8 * word]] if end < 8 * word else []
+        found.append((slots[operand], offset))
+        end = 8 * word + 8
+    return found + ([words[end:]] if end < len(words) else [])
 
 
 class Program:
@@ -110,39 +73,35 @@ class Program:
         counters: Callable[[int], Counters] | None = None,
     ) -> None:
         self.launches, self.operands, self.device = launches, operands, device
-        pieces = [_pieces(launch) for launch in launches]
-        every = [one for of in pieces for one in of]
-        pointed = [one for one in every if isinstance(one, Pointer)]
-        runs = [one for one in every if not isinstance(one, Pointer)]
-        mapped = [one for one in dict.fromkeys(runs) if any(isinstance(a, Map) for a in one)]
-        constant = [one for one in dict.fromkeys(runs) if one not in mapped]
-        memory = dict.fromkeys(a.operand for one in launches for a in one.arguments if isinstance(a, Pointer | Map))
-        scratch = [one for one in memory if isinstance(one, Scratch)]
-        zeros = [one for one in memory if isinstance(one, Zeros)]
-        named: list[Operand] = [*operands, *scratch, *zeros]
+        used = [a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)]
+        memory = dict.fromkeys(a.operand for a in used)
+        self.scratch = [one for one in memory if isinstance(one, Scratch)]
+        self.zeros = [
+            (one, Counters(one.words) if counters is None else counters(one.words))
+            for one in memory
+            if isinstance(one, Zeros)
+        ]
+        self._shapes = [(-(-one.bytes // 4),) for one in self.scratch]
+        named: list[Operand] = [*operands, *self.scratch, *(one for one, _ in self.zeros)]
         slots = {one: i for i, one in enumerate(named)}
-        beyond = [one for one in dict.fromkeys(pointed) if one.offset]
-        kinds: list[Any] = [*slots, *beyond, *mapped, NULL.operand, *constant]
-        places = {one: i for i, one in enumerate(kinds)}
-        self._shapes = [(-(-one.bytes // 4),) for one in scratch]
-        self.scratch = scratch
-        self.zeros = [(n, Counters(n.words) if counters is None else counters(n.words)) for n in zeros]
-        self._beyond = [(slots[one.operand], one.offset) for one in beyond]
-        self._mapped = [_Run(one, slots, device) for one in mapped]
-        self._constant: Values = [0]
-        self._constant += [b"".join(a.encoded() for a in one) for one in constant]
-        needed: dict[int, int] = {}
-        for a in (a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)):
+        self._needed: dict[int, int] = {}
+        for a in used:
             alignment = 16 if isinstance(a, Map) else a.alignment
             if isinstance(a.operand, str) and alignment > 1:
-                needed[slots[a.operand]] = max(alignment, needed.get(slots[a.operand], 1))
-        self._needed = needed
+                self._needed[slots[a.operand]] = max(alignment, self._needed.get(slots[a.operand], 1))
+        if any(isinstance(a, Map) for a in used):
+            bind(device)  # encoding wants a context
+        pieces = [_pieces(one, slots) for one in launches]
+        every = dict.fromkeys(piece for of in pieces for piece in of)
+        self._beyond = [one for one in every if isinstance(one, tuple) and one[1]]
+        self._constant: Values = [one for one in every if isinstance(one, bytes)]
+        kinds = [*((i, 0) for i in range(len(named))), *self._beyond, *self._constant]
+        index = {one: i for i, one in enumerate(kinds)}
         self._steps = []
         for launch, of in zip(launches, pieces):
-            take = _taken([places[one.operand if isinstance(one, Pointer) and not one.offset else one] for one in of])
-            form = _format(of)
+            form = "".join(f"{len(one)}s" if isinstance(one, bytes) else "Q" for one in of)
             launcher = loaded(launch, form, device) if load is None else load(launch, form)
-            self._steps.append((launcher, launch.grid, take, launch.dependent))
+            self._steps.append((launcher, launch.grid, _taken([index[one] for one in of]), launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """Runs the launches on operands that begin where they must. The program's device is the current one.
@@ -168,9 +127,6 @@ class Program:
             values.append(zeros.data_ptr())
         if self._beyond:
             values += [values[i] + offset for i, offset in self._beyond]
-        for run in self._mapped:
-            key = run.key(values)
-            values.append(run.kept.get(key) or run.encoded(key))
         values += self._constant
         handle = stream_handle(stream)
         for launch, grid, take, dependent in self._steps:

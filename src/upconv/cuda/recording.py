@@ -7,7 +7,6 @@ second description of a pass that could differ from the first.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -17,13 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upconv import forks
-from upconv.cuda.launches import Int, Launch, Long, Map, Operand, Pointer, Zeros
+from upconv.cuda.launches import Launch, Operand, Zeros
 
 MADE, ZEROS = -1, -2
 """Kinds of buffers that are no operand: made in the pass, and words that outlive it and are zeros."""
 MAKE, RELEASE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(6)
 """Kinds of steps."""
-_ADDRESS = 1 << 44  # at which maps are encoded; where it is in a map, a replay writes its tensor's
 _MAKERS = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
 
 active: dict[int, Recording] = {}
@@ -191,26 +189,11 @@ class Recording(TorchDispatchMode):
 
 
 def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> Launched:
-    """A launch on buffers."""
-    words = b""
-    places: list[tuple[int, int, int]] = []
-    for a in one.arguments:
-        if isinstance(a, Pointer | Map) and a.operand not in at:
-            words += bytes(8)  # a null pointer
-        elif isinstance(a, Pointer):
-            places.append((len(words) // 8, at[a.operand], a.offset))
-            words += bytes(8)
-        elif isinstance(a, Map):
-            encoded = a.encoded(_ADDRESS)
-            if struct.unpack_from("<Q", encoded)[0] != _ADDRESS + a.tensor.begin:
-                raise Unrecorded("a tensor map's first word is not its tensor's address")
-            places.append((len(words) // 8, at[a.operand], a.tensor.begin))
-            words += encoded
-        else:
-            assert isinstance(a, Int | Long)
-            words += a.encoded()
+    """A launch on buffers; what has none is a null pointer."""
+    words, given = one.encoded
+    places = tuple((word, at[operand], offset) for word, operand, offset in given if operand in at)
     kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
-    return Launched(function, one.grid, one.threads, one.shared_bytes, words, tuple(places), kind)
+    return Launched(function, one.grid, one.threads, one.shared_bytes, words, places, kind)
 
 
 def with_releases(steps: Sequence[Step], kinds: Sequence[int], results: Sequence[int]) -> list[Step]:

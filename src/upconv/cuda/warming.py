@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import torch
+
 from upconv.cuda import engine
 from upconv.planner import Plan
 from upconv.problem import Pass
@@ -56,7 +58,8 @@ def compile_all(
         )
         for runner in runners:
             if runner is not None:
-                runner.prepared.load()  # what it leaves to its first use
+                with torch.cuda.device(each.device):
+                    runner.prepared.load()  # what it leaves to its first use
         if training and each.biased:
             _ = (of if each.of is None else engine.loaded(each.of.sums, each.device)).bias
     return sorted(lines)
