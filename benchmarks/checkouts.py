@@ -18,7 +18,6 @@ import argparse
 import hashlib
 import importlib
 import json
-import math
 import os
 import random
 import re
@@ -32,13 +31,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from h200 import SWEEPS
 
 from upconv import env
-from upconv.bench import files
+from upconv.bench.report import geometric_mean, save
 from upconv.bench.timing import clock, operands, precision_flags
 from upconv.modules import TRANSPOSED
 from upconv.problem import PASSES, Pass, Problem
@@ -220,17 +219,15 @@ def compile_all(todo: list[Row], sides: tuple[Checkout, Checkout]) -> dict[tuple
 
 def tell(found: list[dict[str, Any]]) -> None:
     """Prints each report's geometric mean of old over new, and the rows that lost most."""
-    by_report: dict[str, list[float]] = {}
+    by_report: dict[str, list[float]] = {"all": []}
     for one in found:
         if "ratio" in one or not one["time"]:
-            by_report.setdefault(one["row"].split()[0], []).append(one.get("ratio", 1.0))
+            for name in ("all", one["row"].split()[0]):
+                by_report.setdefault(name, []).append(one.get("ratio", 1.0))
     for name, ratios in sorted(by_report.items()):
-        print(f"{name:16} {len(ratios):4} rows  {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
-    every = [ratio for ratios in by_report.values() for ratio in ratios]
-    print(f"{'all':16} {len(every):4} rows  {math.exp(sum(map(math.log, every)) / len(every)):.3f}")
-    for one in sorted((one for one in found if "ratio" in one), key=lambda one: cast(float, one["ratio"])):
-        if one["ratio"] < 0.87:
-            print(f"{one['ratio']:.2f}  {one['row']}: {one['old']} -> {one['new']}")
+        print(f"{name:16} {len(ratios):4} rows  {geometric_mean(ratios):.3f}")
+    for one in sorted((one for one in found if one.get("ratio", 1.0) < 0.87), key=lambda one: float(one["ratio"])):
+        print(f"{one['ratio']:.2f}  {one['row']}: {one['old']} -> {one['new']}")
 
 
 def main() -> int:
@@ -260,7 +257,7 @@ def main() -> int:
             side("cuda.families"), side("bench.timing")
         found = json.loads(given.rows.read_text()) if given.rows else find(wanted, old, new, given.sample, given.codes)
         if given.plan:
-            files.save(found, given.plan)
+            save(found, given.plan)
             print(f"{sum(one['time'] for one in found)} of {len(found)} rows are to be timed")
             return 0
         by_name = {row.name: row for row in wanted}
@@ -283,7 +280,7 @@ def main() -> int:
             right &= times["apart"] < 1e-2
             print(f"{one['ratio']:.3f} {one['row']} ({1e3 * times['new']:.3f} ms, {times['apart']:.1e})", flush=True)
             if given.json:
-                files.save({**report, "rows": found}, given.json)
+                save({**report, "rows": found}, given.json)
         tell(found)
     return int(not right)
 

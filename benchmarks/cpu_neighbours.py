@@ -16,15 +16,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from upconv import env, planner
-from upconv.bench import files, run, timing
+from upconv import planner
+from upconv.bench import report, run, timing
+from upconv.bench.progress import Progress
 from upconv.bench.suites import SUITES
 from upconv.problem import LAYOUTS
 
@@ -55,21 +54,22 @@ def jobs() -> Iterator[run.Job]:
                 yield job
 
 
-def measured(job: run.Job) -> dict[str, Any] | None:
-    """A job's row; None where PyTorch's operator computes it, or a step whose forward alone is ours."""
+def measured(job: run.Job) -> list[report.Row]:
+    """A job's row; none where PyTorch's operator computes it, or a step whose forward alone is ours."""
     p, device = job.problem, torch.device("cpu")
     plan = planner.plan(p, planner.cpu_device())
     if (plan.forward if p.pass_ == "fwd" else plan.backward) == "native":
-        return None
+        return []
     sets = [timing.operands(p, device, seed) for seed in range(2)]
-    works = {side: [make(given) for given in sets] for side, make in run.How(REPEATS).sides(job).items()}
+    works = {"ours": [timing.work("ours", p, given) for given in sets]}
+    works["torch"] = [timing.work("torch", p, given) for given in sets]
     taken = timing.interleave(works | {"again": works["torch"]}, timing.clock(device), REPEATS)
     times = {side: median(values) for side, values in taken.items()}
-    return {
+    return [{
         "suite": job.suite, "case": job.case, "layout": p.layout, "pass": p.pass_,
         "plan": f"{plan.forward}, {plan.backward}", "torch_ms": 1e3 * times["torch"],
         "ratio": times["torch"] / times["ours"], "noise": times["torch"] / times["again"],
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def main() -> int:
@@ -79,25 +79,21 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     kind = "busy" if given.busy else "quiet"
-    todo = list(jobs())
-    rounds: list[list[dict[str, Any]]] = []
-    with neighbours((os.cpu_count() or 1) if given.busy else 0):
+
+    def rows() -> Iterator[report.Row]:
+        todo, rounds = list(jobs()), []
         for _ in range(ROUNDS):
             rounds.append([])
             for job in todo:
-                row = measured(job)
-                if row is not None:
-                    rounds[-1].append(row)
-                    print(*(f"{v:.2f}" if isinstance(v, float) else v for v in row.values()), flush=True)
-    rows = [sorted(several, key=lambda row: row["ratio"])[ROUNDS // 2] for several in zip(*rounds)]
-    told = {
-        "device": torch.backends.cpu.get_cpu_capability(), "threads": given.threads, "neighbours": kind,
-        "versions": {"torch": torch.__version__}, "commit": env.commit(), "date": date.today().isoformat(),
-        "rows": rows,
-    }  # fmt: skip
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    files.save(told, RESULTS / f"threads-{given.threads}-{kind}.json")
-    print(f"{len(rows)} rows, the lowest {min(row['ratio'] for row in rows):.2f}")
+                tell(f"round {len(rounds)}, {job}")
+                rounds[-1] += measured(job)
+        for several in zip(*rounds):
+            yield sorted(several, key=lambda row: row["ratio"])[ROUNDS // 2]
+
+    with Progress() as tell, neighbours((os.cpu_count() or 1) if given.busy else 0):
+        found = report.gather(rows(), torch.device("cpu"), "neighbours", neighbours=kind)
+    report.save(found, RESULTS / f"threads-{given.threads}-{kind}.json")
+    print(f"{len(found['rows'])} rows, the lowest {min(row['ratio'] for row in found['rows']):.2f}")
     return 0
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from upconv.bench import files
 from upconv.cli import app
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "explain.md"
@@ -45,7 +44,7 @@ def main() -> int:
         if new != was:
             print("docs/explain.md differs from what the planner says; run: python benchmarks/explain.py")
         return int(new != was)
-    files.publish(PAGE, lambda path: path.write_text(new, encoding="utf-8"))
+    PAGE.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -1,9 +1,7 @@
 """Measures the reports of a GPU in benchmarks/results, each by a command of its own, in order of importance.
 
     python benchmarks/h200.py                            all reports, into benchmarks/results
-    python benchmarks/h200.py --budget 540 --out DIR     stops after 540 s; what is not complete is measured next time
-    python benchmarks/h200.py --only tf32,bf16 --fresh
-    python benchmarks/h200.py --stem h100 --only gi-tf32,gi-bf16      on an H100, whose reports have that name
+    python benchmarks/h200.py --only tf32,bf16 --budget 540 --out DIR        some, for 540 s at most
 
 A report that is complete and of this commit is not measured again. Exit code: 0 all is measured, 1 a row is wrong or
 failed, 3 the time was up.
@@ -12,6 +10,8 @@ failed, 3 the time was up.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -21,16 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from layers import some
 
 from upconv import env
-from upconv.bench import files, report, run
+from upconv.bench import report, run
 from upconv.bench.run import Job, Way
 from upconv.bench.suites import SUITES, choose
 from upconv.problem import Pass
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
 
 
 class Sweep(NamedTuple):
@@ -88,19 +86,14 @@ SWEEPS = {
     **{f"frozen-{name}": Sweep(_WAYS[name], ("cuda", "field"), frozen=True) for name in ("tf32", "bf16")},
 }
 _BENCH = (sys.executable, "-m", "upconv", "bench", "--device", "cuda")
+_CALLS = (sys.executable, str(HERE / "calls.py"))
 COMMANDS: dict[str, tuple[str, ...]] = {
-    **{name: (*_BENCH, *sweep.arguments()) for name, sweep in SWEEPS.items()},
+    "exported": (*_BENCH, "--suite", "kernelbench", "--as-exported"),
     "training": (*_BENCH, "--suite", "training"),
-    "host": (*_BENCH, "--host"),
-    "shapes": (*_BENCH, "--shapes"),
-    "cold": (sys.executable, str(HERE / "cold.py")),
+    **{name: (*_BENCH, *sweep.arguments()) for name, sweep in SWEEPS.items()},
+    **{kind: (*_CALLS, kind) for kind in ("host", "shapes", "cold")},
 }
-"""What measures each report, but for ``--json``."""
-ORDER = (
-    "tf32", "bf16", "gi-tf32", "gw-tf32", "gi-bf16", "gw-bf16", "step-tf32", "step-bf16", "training", "host", "shapes",
-    "cold", "cl-tf32", "cl-bf16", "gi-cl-tf32", "gw-cl-tf32", "gi-cl-bf16", "gw-cl-bf16", "ieee", "fp16", "cl-fp16",
-    "conv-tf32", "conv-bf16", "frozen-tf32", "frozen-bf16",
-)  # fmt: skip
+"""What measures each report, but for ``--json``; the most important ones first."""
 DONE, WRONG, TIME_UP = 0, 1, 3
 _GRACE = 30.0
 """Seconds that an interrupted command has to write its report."""
@@ -108,17 +101,15 @@ _GRACE = 30.0
 
 def finished(path: Path, commit: str | None) -> bool:
     """Whether a report is there that is complete and of this commit."""
-    if not path.exists():
-        return False
-    found = report.load(path)
-    return commit is not None and found["complete"] and found["commit"] == commit
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return commit is not None and found.get("complete", False) and found["commit"] == commit
 
 
 def measure(command: Sequence[str], seconds: float) -> int | None:
     """Runs a command; its exit code, or None if it was interrupted as the seconds were up."""
     process = subprocess.Popen(command)
     try:
-        return process.wait(seconds)
+        return process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
     try:
@@ -129,28 +120,22 @@ def measure(command: Sequence[str], seconds: float) -> int | None:
     return None
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=some(ORDER), default=list(ORDER), help="the reports, joined by commas")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some, by commas")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all reports")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where reports are written")
-    parser.add_argument("--fresh", action="store_true", help="measure complete reports again")
-    parser.add_argument("--stem", choices=("h200", "h100"), default="h200", help="the GPU, as reports' names begin")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where reports are written")
     parser.add_argument("--commit", default=env.commit(), help="of these sources, where git does not say")
-    options = parser.parse_args(arguments)
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    if options.stem not in name.lower():
-        parser.error(f"--stem must be part of the GPU's name, a {name}, got {options.stem}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    stem = re.sub(r"NVIDIA (\w+).*", r"\1", torch.cuda.get_device_name(0)).lower()
     end, code = time.monotonic() + options.budget, DONE
-    for wanted in sorted(options.only, key=ORDER.index):
-        path = options.out / f"{options.stem}-{wanted}.json"
-        if not options.fresh and finished(path, options.commit):
+    for wanted in options.only:
+        path = options.out / f"{stem}-{wanted}.json"
+        if finished(path, options.commit):
             continue
-        left = end - time.monotonic()
-        found = measure([*COMMANDS[wanted], "--json", str(path)], left) if left > 0 else None
+        found = measure([*COMMANDS[wanted], "--json", str(path)], end - time.monotonic())
         if path.exists():
-            files.save({**files.read(path), "commit": options.commit}, path)
+            report.save(json.loads(path.read_text()) | {"commit": options.commit}, path)
         if found is None:
             return TIME_UP
         print(f"{wanted}: exit code {found}", flush=True)
@@ -159,4 +144,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from upconv import env, planner
-from upconv.bench import files, run
+from upconv.bench import run
+from upconv.bench.report import save
 from upconv.bench.suites import SUITES
 from upconv.cuda import families
 from upconv.cuda.gpu import A100, B200, H200, RTX4090, Gpu
@@ -155,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             worst = max(worst, one["max_s"])
             times = ", ".join(f"{key} {1e3 * one[f'{key}_s']:.1f} ms" for key in ("median", "p95", "max"))
             print(f"{name} {pass_}: {one['rows']} rows, {times}; slowest {one['slowest']}", flush=True)
-    files.save(report, args.out)
+    save(report, args.out)
     return int(worst > args.most)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import curves
 
 from upconv.bench import plots, report, tables
-from upconv.bench.files import publish
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -51,10 +50,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> 
 
 
 def times(ratio: float | None) -> str:
-    """``1.25x``; with a third digit where two would hide that a ratio is below 1."""
-    if ratio is None:
-        return "failed"
-    return f"{ratio:.3f}x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
+    """A ratio as `tables` has it."""
+    return "failed" if ratio is None else tables.times(ratio)
 
 
 # --- every report in a line ------------------------------------------------------------------------------------------
@@ -69,6 +66,9 @@ PASSES = {
 }  # fmt: skip
 TRAINED = {"ratio": "", "convolutions_ratio": ", plain convolutions too", "compile_ratio": ", by `torch.compile`"}
 LAYOUTS = {"nchw": "NCHW", "channels_last": "channels_last"}
+DEVICES = ("h200", "h100", "cpu")
+WHATS = ("training", "compiled", "exported", "frozen", "conv-", "")
+"""How reports' names begin, and what is in them: models ahead of layers."""
 
 
 Line = tuple[str, list[str]]
@@ -76,65 +76,56 @@ Line = tuple[str, list[str]]
 
 
 def lines() -> Iterator[Line]:
-    """Every report that compares speeds with PyTorch's and names its commit."""
-    paths = (path for folder in ("", "cpu/", "compiled/") for path in RESULTS.glob(f"{folder}*.json"))
-    for path in sorted(paths, key=_order):
-        found, stem = json.loads(path.read_text(encoding="utf-8")), str(path.relative_to(RESULTS).with_suffix(""))
-        rows = found.get("rows")
-        if found.get("commit") and rows and "ratio" in rows[0]:
-            yield from _lines(stem, found)
+    """Every report that compares speeds with PyTorch's."""
+    stems = [str(path.relative_to(RESULTS).with_suffix("")) for path in RESULTS.rglob("*.json")]
+
+    def rank(stem: str) -> tuple[int, int, str]:
+        device = next(i for i, name in enumerate(DEVICES) if name in stem)
+        return device, next(i for i, name in enumerate(WHATS) if name in stem), stem
+
+    found = {stem: load(stem) for stem in stems}
+    for stem in sorted((stem for stem in stems if found[stem].get("kind") in TITLED), key=rank):
+        yield from _lines(stem, found[stem])
 
 
-def _order(path: Path) -> tuple[int, int, str]:
-    """By the device, then by the kind: models ahead of layers."""
-    name = path.relative_to(RESULTS).as_posix()
-
-    def rank(kinds: Sequence[str]) -> int:
-        return next(i for i, kind in enumerate(kinds) if kind in name)
-
-    return rank(("h200", "h100", "")), rank(("training", "compiled", "exported", "frozen", "conv-", "")), name
+TITLED = (*report.KINDS, "neighbours")
 
 
 def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
     rows: list[dict[str, Any]] = found["rows"]
-    commit, date = found["commit"][:7], (found.get("when") or found["date"])[:10]
+    commit, kind = found["commit"][:7], found["kind"]
     weights = "kept" if commit in KEPT else "each call"
     older = Counter(row["commit"][:7] for row in rows if "commit" in row)
     at = commit + "".join(f", {count} of {of}" for of, count in older.items())
 
-    def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Line:
-        """Rows that are summed up; those that PyTorch's own operator computes only count."""
-        own = [row for row in mine if row.get("engine") != "torch" and row.get(key) is not None]
-        ratios = {_name(row, rows): row[key] for row in own}
-        lowest = min(ratios, key=lambda name: float(ratios[name]))
-        below = [f"{name} {times(ratio)}" for name, ratio in ratios.items() if ratio < 1]
-        count = f"{len(own)} of {len(mine)}" if len(own) < len(mine) else str(len(mine))
-        return _where(found), [
-            f"[{stem}](../benchmarks/results/{stem}.json)", what, packed, count, times(mean(own, key)),
-            f"{lowest} {times(ratios[lowest])}", ", ".join(below) or "none", at, date,
-        ]  # fmt: skip
+    def line(what: str, packed: str, mine: Sequence[Row], key: str = "ratio") -> Iterator[Line]:
+        """Rows that are summed up, if there are some; those that PyTorch's own operator computes only count."""
+        ratios = {_name(row, rows): row[key] for row in mine if row.get("engine") != "torch" and row.get(key)}
+        if ratios:
+            lowest = min(ratios, key=lambda name: float(ratios[name]))
+            below = [f"{name} {times(ratio)}" for name, ratio in ratios.items() if ratio < 1]
+            count = f"{len(ratios)} of {len(mine)}" if len(ratios) < len(mine) else str(len(mine))
+            yield _where(found), [
+                f"[{stem}](../benchmarks/results/{stem}.json)", what, packed, count,
+                times(report.geometric_mean([*ratios.values()])), f"{lowest} {times(ratios[lowest])}",
+                ", ".join(below) or "none", at, found["when"][:10],
+            ]  # fmt: skip
 
-    if found.get("kind") == "training":
+    if kind == "training":
         for pass_, what in (("step", "Training steps"), ("fwd", "Inference")):
-            mine = [row for row in rows if row.get("pass", "step") == pass_]
-            packed = "each step" if pass_ == "step" else "each call"
             for key, how in TRAINED.items():
-                if any(row.get(key) for row in mine):
-                    yield line(f"{what} of models{how}", packed, mine, key)
-    elif found.get("kind") == "exported":
-        yield line("Exported files of KernelBench's layers", weights, rows)
-    elif stem.startswith("compiled"):
-        yield line("Models by `torch.compile`, with upconv and without", weights, rows)
-    elif stem.startswith("cpu/"):
-        load_ = "quiet" if found["neighbours"] == "quiet" else "other processes on all cores"
+                packed = "each step" if pass_ == "step" else "each call"
+                yield from line(f"{what} of models{how}", packed, [row for row in rows if row["pass"] == pass_], key)
+    elif kind == "exported":
+        yield from line("Exported files of KernelBench's layers", weights, rows)
+    elif kind == "neighbours":
+        beside = "quiet" if found["neighbours"] == "quiet" else "other processes on all cores"
         for pass_ in ("fwd", "step"):
-            mine = [row for row in rows if row["pass"] == pass_]
-            yield line(f"{PASSES[pass_]}, float32, {load_}", "each call", mine)
+            what = f"{PASSES[pass_]}, float32, {beside}"
+            yield from line(what, weights, [row for row in rows if row["pass"] == pass_])
     else:
-        what = _title(rows)
-        yield line(what, "none" if rows[0]["pass"] == "grad-weight" else weights, rows)
-        if any(row.get("frozen_ratio") for row in rows):
-            yield line(what, "frozen", rows, "frozen_ratio")
+        yield from line(_title(rows), "none" if rows[0]["pass"] == "grad-weight" else weights, rows)
+        yield from line(_title(rows), "frozen", rows, "frozen_ratio")
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -148,16 +139,13 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """A row's case; with what tells it from its report's other rows of that case."""
-    differ = [key for key in ("layout", "mode") if len({other.get(key) for other in rows}) > 1]
-    case: str = row["case"] if "case" in row else row["model"]
-    return " ".join([case, *(row[key] for key in differ if row[key] not in case)])
+    """A row's case; with its layout where its report has both and the case does not say it."""
+    both = len({other.get("layout") for other in rows}) > 1
+    return f"{row['case']} {row['layout']}" if both and row["layout"] not in row["case"] else str(row["case"])
 
 
 def _where(found: Mapping[str, Any]) -> str:
     device, versions = found["device"], found["versions"]
-    if isinstance(device, str):  # reports by programs of benchmarks/
-        device = {"type": "cpu" if "threads" in found else "cuda", "name": device, "threads": found.get("threads")}
     if device["type"] == "cpu":
         return f"CPU ({device['name']}, {device['threads']} threads), PyTorch {versions['torch']}"
     return f"{device['name']}, PyTorch {versions['torch']}, cuDNN {versions['cudnn']}"
@@ -202,9 +190,9 @@ def _models() -> Iterator[list[str]]:
     both = [row[key] for rows in pairs for row in rows for key in keys]
     yield ["These four, mean", "H100", *map(times, means), _slower(both)]
     rows = load("compiled/h200")["rows"]
-    halves = [[row for row in rows if row["model"].startswith("kb") == level2] for level2 in (True, False)]
-    slower = _slower([row["ratio"] for row in rows])
-    yield ["Models by `torch.compile`, mean", "H200", *(times(mean(half)) for half in halves), "", "", slower]
+    halves = [[row for row in rows if row["case"].startswith("kb") == level2] for level2 in (True, False)]
+    means, slower = [mean(half, "compile_ratio") for half in halves], _slower([row["compile_ratio"] for row in rows])
+    yield ["Models by `torch.compile`, mean", "H200", *map(times, means), "", "", slower]
 
 
 def _layers() -> Iterator[list[str]]:
@@ -277,30 +265,35 @@ def as_shown(stem: str) -> str:
     return "\n\n".join([*summary, table([column.head for column in shown], cells, words), _conditions(found)])
 
 
-def compiled() -> str:
-    """Models by ``torch.compile``, without upconv and with it."""
-    found = load("compiled/h200")
-    cells = []
+def host() -> str:
+    """What a call costs the host."""
+    found, cells = load("h200-host"), []
     for row in found["rows"]:
-        ms = [f"{row[key]:.2f}" for key in ("compiled_ms", "compiled_with_upconv_ms")]
-        cells.append([row["model"], row["layout"], row["mode"], *ms, times(row["ratio"])])
-    heads = ["model", "layout", "pass", "compiled ms", "compiled, with upconv ms", "ratio"]
-    return f"{table(heads, cells, 3)}\n\n{_conditions(found)}"
+        us = (row["torch_us"], row["ours_us"], row["ours_us"] - row["torch_us"])
+        cells.append([row["dtype"], row["mode"], *(f"{value:.1f}" for value in us)])
+    return f"{table(['dtype', 'mode', 'PyTorch us', 'upconv us', 'added us'], cells, 2)}\n\n{_conditions(found)}"
+
+
+def shapes() -> str:
+    """First calls on new sizes."""
+    heads = {
+        "input": "shape", "PyTorch first ms": "torch_ms", "tuned first ms": "torch_benchmark_ms",
+        "upconv first ms": "ours_ms", "compiled": "ours_compiled", "PyTorch again ms": "torch_again_ms",
+        "upconv again ms": "ours_again_ms",
+    }  # fmt: skip
+    found = load("h200-shapes")
+    cells = [[row[key] if key == "shape" else f"{row[key]:.3g}" for key in heads.values()] for row in found["rows"]]
+    return f"{table(list(heads), cells, 1)}\n\n{_conditions(found)}"
 
 
 def cold() -> str:
-    """How long a first call waits for its kernels."""
+    """How long NVRTC takes for the kernels that a first call waits for."""
     found = load("h200-cold")
-    heads = ["what", "median", "longest"]
     cells = []
-    for head, key, unit in (
-        ("forward", "fwd_s", "s"), ("gradient for the input", "grad_input_s", "s"),
-        ("gradient for the weight", "grad_weight_s", "s"),
-        ("a kernel from disk", "cached_ms", "ms"),
-    ):  # fmt: skip
+    for pass_, key in (("fwd", "fwd_s"), ("grad-input", "grad_input_s"), ("grad-weight", "grad_weight_s")):
         values = [row[key] for row in found["rows"] if row[key] is not None]
-        cells.append([head, f"{median(values):.2g} {unit}", f"{max(values):.2g} {unit}"])
-    return f"{table(heads, cells, 1)}\n\n{len(found['rows'])} rows. {_conditions(found)}"
+        cells.append([PASSES[pass_], f"{median(values):.2g}", f"{max(values):.2g}"])
+    return f"{table(['pass', 'median s', 'longest s'], cells, 1)}\n\n{len(found['rows'])} rows. {_conditions(found)}"
 
 
 def cpu() -> str:
@@ -316,15 +309,17 @@ def cpu() -> str:
 
 
 def _conditions(found: Any) -> str:
-    return f"{_where(found)}, commit {found['commit'][:7]}, {(found.get('when') or found['date'])[:10]}."
+    return f"{_where(found)}, commit {found['commit'][:7]}, {found['when'][:10]}."
 
 
 # --- the pages -------------------------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "compiled": compiled, "cold": cold,
-    "cpu": cpu,
-    **{kind: lambda kind=kind: as_shown(f"h200-{kind}") for kind in ("training", "host", "shapes", "exported")},
+    "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "cold": cold, "cpu": cpu,
+    "host": host, "shapes": shapes,
+    "training": lambda: as_shown("h200-training"),
+    "exported": lambda: as_shown("h200-exported"),
+    "compiled": lambda: as_shown("compiled/h200"),
     "curves": lambda: curves.stated(load("h200-curves")),
 }  # fmt: skip
 
@@ -362,7 +357,7 @@ def main() -> int:
             print(f"{page} differs from benchmarks/results; run: make readme")
             stale = True
         elif not check:
-            publish(ROOT / page, lambda path, new=new: path.write_text(new, encoding="utf-8"))  # type: ignore[misc]
+            (ROOT / page).write_text(new, encoding="utf-8")
     if not check:
         draw()
     return int(stale)

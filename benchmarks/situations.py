@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import situations  # noqa: E402
 from situations import Situation, Unavailable, judge  # noqa: E402
 from upconv import env  # noqa: E402
-from upconv.bench import files  # noqa: E402
+from upconv.bench.report import save  # noqa: E402
 
 PAGE = ROOT / "docs" / "situations.md"
 RESULTS = ROOT / "benchmarks" / "results" / "situations"
@@ -116,7 +116,7 @@ def main() -> int:
         if path:
             name = torch.cuda.get_device_name() if asked.device == "cuda" else f"{platform.machine()}, 1 thread"
             head = {"device": name, "torch": torch.__version__, "commit": (env.commit() or "")[:7]}
-            files.save({**head, "verdicts": verdicts}, path)
+            save({**head, "verdicts": verdicts}, path)
 
     verdicts = json.loads(path.read_text())["verdicts"] if asked.resume and path and path.exists() else {}
     wanted = [s for s in situations.every() if (not asked.names or s.name in asked.names) and s.name not in verdicts]

@@ -12,35 +12,29 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from layers import add_arguments, jobs
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from upconv import reference
-from upconv.bench import timing
+from upconv.bench import run, timing
+from upconv.bench.suites import SUITES, choose
 from upconv.bench.timing import Repeats
-from upconv.cpu import memory_format
-from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import Gpu, gpu
-from upconv.problem import Pass, Precision, Problem
+from upconv.problem import LAYOUTS, Precision, Problem
 
-PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
 TOLERANCE: dict[Precision, float] = {"tf32": 1e-3, "ieee": 1e-5, "fp16": 1e-3, "bf16": 8e-3}
 """Of the relative error against float64."""
 REPEATS = Repeats(math.inf, 15, 15)
-
-Prepare = Callable[[Tiling, Tensor, Tensor, Tensor], Callable[[], object]]
-"""Of a tiling, source, weight and result: what writes the result."""
 
 
 class Timed(NamedTuple):
@@ -79,40 +73,26 @@ def truth(p: Problem, source: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([reference.gradients(one, image, x, weight)[0] for image in images])
 
 
-def prepare_on(p: Problem, on: Gpu, device: torch.device) -> Prepare:
-    """Loads a tiling's kernels and packs its weights."""
-
-    def prepare(t: Tiling, source: Tensor, weight: Tensor, out: Tensor) -> Callable[[], object]:
-        with torch.cuda.device(device):
-            prepared = gather.Choice(t, p, on).prepare(device.index)
-            packed = prepared.pack(weight)
-        return lambda: prepared.run(source, packed, None, out)
-
-    return prepare
-
-
 def measure(
-    p: Problem, tilings: Sequence[tuple[float, Tiling]], prepare: Prepare, take: timing.Clock, device: torch.device
+    p: Problem, tilings: Sequence[tuple[float, Tiling]], on: Gpu, take: timing.Clock, device: torch.device
 ) -> list[Timed]:
-    """Times tilings in turn on the same random tensors."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=p.dtype, device=device)
-
-    layout = memory_format(p.layout, p.rank)
-    source, out = (draw(shape(p)).contiguous(memory_format=layout) for shape in (source_shape, result_shape))
-    weight = draw(p.weight_shape)
-    right = truth(p, source, weight)
+    """Times tilings in turn on the same random tensors; weights are packed ahead."""
+    given = timing.operands(p.with_(pass_="step"), device, 0)
+    source = given.input if p.pass_ == "fwd" else given.grad
+    assert source is not None
+    out = torch.empty_like(given.grad if p.pass_ == "fwd" else given.input)
+    right = truth(p, source, given.weight)
     runs, errors = {}, []
     for i, (_, t) in enumerate(tilings):
-        runs[i] = [prepare(t, source, weight, out)]
+        prepared = gather.Choice(t, p, on).prepare(device.index)
+        packed = prepared.pack(given.weight)
+        runs[str(i)] = [lambda prepared=prepared, packed=packed: prepared.run(source, packed, None, out)]
         out.fill_(math.nan)
-        runs[i][0]()
+        runs[str(i)][0]()
         error = reference.relative_error(torch.cat([out[:1], out[-1:]]), right)
         errors.append(error if not out.isnan().any() else math.inf)
     taken = timing.interleave(runs, take, REPEATS)
-    return [Timed(t, estimate, median(taken[i]), errors[i]) for i, (estimate, t) in enumerate(tilings)]
+    return [Timed(t, estimate, median(taken[str(i)]), errors[i]) for i, (estimate, t) in enumerate(tilings)]
 
 
 def compile_all(tilings: Sequence[Tiling], p: Problem, on: Gpu) -> None:
@@ -134,27 +114,33 @@ def shown(name: str, p: Problem, found: Sequence[Timed], on: Gpu) -> Table:
     return table
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, PASSES)
+    for name, default in (("cases", ""), ("precisions", "tf32,bf16"), ("layouts", ",".join(LAYOUTS))):
+        parser.add_argument(f"--{name}", type=split, default=split(default), help="joined by commas")
+    parser.add_argument("--passes", type=split, default=["fwd", "grad-input"])
     parser.add_argument("--most", type=int, default=10, help="tilings of a layer")
     parser.add_argument("--within", type=float, default=1.5, help="times the best estimate that a tiling's may be")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA device here")
+    options = parser.parse_args()
     device, on, right = torch.device("cuda", 0), gpu(0), True
     console, take = Console(), timing.clock(device)
-    for job in jobs(options):
+    ways = run.ways(device, (), options.precisions, options.layouts, options.passes)
+    for job in run.jobs("cuda", choose(SUITES["cuda"], options.cases), ways, small=False, bias=False):
         p = job.problem
         if gather_search.refusal(p, on):
             continue
         tilings = fastest(p, on, options.most, options.within)
         compile_all([t for _, t in tilings], p, on)
-        found = measure(p, tilings, prepare_on(p, on, device), take, device)
+        found = measure(p, tilings, on, take, device)
         right &= all(one.error <= TOLERANCE[p.precision] for one in found)
         console.print(shown(job.case, p, found, on))
     return int(not right)
 
 
+def split(text: str) -> list[str]:
+    """Names joined by commas."""
+    return [name for name in text.split(",") if name]
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

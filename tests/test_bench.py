@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import replace
 from itertools import product
@@ -12,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
 from strategies import gradient_problems
 from upconv import cpu, reference
-from upconv.bench import check, files, report, roofline, run, suites, tables, timing
+from upconv.bench import check, report, roofline, run, suites, timing
 from upconv.bench.report import Row
-from upconv.bench.run import How, Job
+from upconv.bench.run import Job
 from upconv.bench.suites import SUITES
 from upconv.bench.timing import Repeats
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Problem
@@ -203,7 +201,7 @@ def test_the_tolerance_is_kernelbenchs() -> None:
 
 
 def measured(p: Problem) -> Row:
-    found = run.row(Job("custom", "x", p), CPU, How(SHORT))
+    found = run.row(Job("custom", "x", p), CPU, SHORT)
     run.set_roof(found, CEILINGS)
     return found
 
@@ -237,7 +235,7 @@ def test_a_case_that_cannot_run_does_not_cost_the_others(plans, known_ceilings, 
     monkeypatch.setattr(cpu, "forward", explode)
     todo = [Job("custom", f"{n}", TINY.with_(batch=n)) for n in (2, 3, 4)]
     heard: list[tuple[object, ...]] = []
-    found = run.measure(todo, CPU, How(SHORT), lambda *said: heard.append(said))
+    found = run.measure(todo, CPU, SHORT, lambda *said: heard.append(said))
     rows = found["rows"]
     assert [row["failure"] for row in rows] == [None, "RuntimeError: no memory", None]
     assert found["ceilings"] == CEILINGS and all(row["roof_ms"] > 0 for row in rows)
@@ -266,39 +264,23 @@ ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), ro
 
 @pytest.fixture
 def sample() -> report.Report:
-    return report.gather(ROWS, CPU, ceilings=CEILINGS)
+    return report.gather(ROWS, CPU, "layers", ceilings=CEILINGS)
 
 
 def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    files.save(sample, path)
+    report.save(sample, path)
     assert report.load(path) == sample and [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_a_failing_write_leaves_the_old_file(sample: report.Report, tmp_path: Path) -> None:
+def test_numbers_that_json_has_not_leave_the_old_file(sample: report.Report, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    files.save(sample, path)
+    report.save(sample, path)
     before = path.read_bytes()
 
-    def broken(temporary: Path) -> None:
-        temporary.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        files.publish(path, broken)
     with pytest.raises(ValueError):
-        files.save({**sample, "rows": [row("A", math.nan)]}, path)
+        report.save({**sample, "rows": [row("A", math.nan)]}, path)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
-
-
-# --- latency ---------------------------------------------------------------------------------------------------------
-
-
-def kept(found: report.Report, path: Path) -> None:
-    """The report survives its file and has a table."""
-    files.save(found, path)
-    assert report.load(path) == found
-    tables.show(found, Console(width=200, file=io.StringIO()))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -310,7 +292,7 @@ def test_a_row_on_a_gpu(dtype: str, precision) -> None:
     p = Problem.make(4, 32, 32, (40, 50), 4, 2, 1, dtype=getattr(torch, dtype), precision=precision)
     device = torch.device("cuda", 0)
     was = torch.backends.cudnn.benchmark
-    measured = run.measure([Job("custom", "x", p)], device, How(SHORT))
+    measured = run.measure([Job("custom", "x", p)], device, SHORT)
     (found,), rates = measured["rows"], measured["ceilings"]
     assert found["failure"] is None and found["rounds"] == 3 and found["ours_ms"] and found["torch_ms"]
     assert found["tolerance_used"] is not None

@@ -14,8 +14,8 @@ from torch import nn
 import upconv
 from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
 from upconv import modules
-from upconv.bench import files, models, report, run, tables, training
-from upconv.bench.run import How, Job
+from upconv.bench import models, report, run, tables, training
+from upconv.bench.run import Job
 
 SIDES = (*training.EAGER, *training.COMPILED)
 EVERY: dict[str, Any] = {"layouts": ("nchw", "channels_last"), "modes": ("step", "fwd")}
@@ -27,7 +27,7 @@ def case(name: str, scale: int = 16) -> models.Case:
 
 def shown(found: report.Report, path: Path) -> str:
     """The table of a report that survives its file."""
-    files.save(found, path)
+    report.save(found, path)
     assert report.load(path) == found
     console = Console(record=True, width=400, file=(path.parent / "shown").open("w"))
     tables.show(found, console)
@@ -52,7 +52,7 @@ def test_compiled_sides_have_times_and_a_ratio(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler
     todo = training.runs([case("vae")], autocast=[True], **EVERY)
     heard: list[str] = []
-    found = training.measure(CPU, todo, lambda text, *_: heard.append(text), SHORT)
+    found = training.measure(CPU, todo, lambda text, **_: heard.append(text), SHORT)
     assert [(row["pass"], row["layout"]) for row in found["rows"]] == [
         ("step", "nchw"), ("step", "channels_last"), ("fwd", "nchw"), ("fwd", "channels_last"),
     ]  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_model_that_is_wrong_has_no_time(compiled: bool, mode: Any, factor: fl
     else:
         monkeypatch.setattr(training.upconv, "accelerate", lambda network, convolutions: scaled(network, factor))
     todo = training.runs([case("vae", 8)], autocast=[False], modes=[mode])
-    (row,) = training.measure(CPU, todo, print, SHORT, compiled=compiled)["rows"]
+    (row,) = training.measure(CPU, todo, lambda *_, **__: None, SHORT, compiled=compiled)["rows"]
     assert str(row["failure"]).startswith(f"wrong: {what} differ by ") and row["ratio"] is None
     assert ("(compiled, with upconv)" in str(row["failure"])) == compiled
 
@@ -121,7 +121,7 @@ class Kept:
 
 
 def row(pass_: Any = "fwd", frozen: bool = True) -> report.Row:
-    return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, How(SHORT, frozen=frozen))
+    return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, SHORT, frozen)
 
 
 def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
     )  # fmt: skip
     assert code == 0, out
     found = json.loads(file.read_text())
-    keys = {"schema", "when", "commit", "device", "versions", "load", "complete", "ceilings", "rows"}
+    keys = {"schema", "kind", "when", "commit", "device", "versions", "load", "complete", "ceilings", "rows"}
     assert set(found) == keys and found["schema"] == 1
     assert found["device"]["type"] == "cpu" and found["device"]["threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["upconv"] == upconv.__version__
@@ -80,10 +80,10 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("bench --device gpu", "--device must be cpu, cuda or cuda:<index>; got 'gpu'"),
+        ("bench --device gpu", "--device must be cpu, or a CUDA device of this machine like cuda:0; got 'gpu'"),
         pytest.param(
             "bench --device cuda",
-            "--device must be cpu here, since PyTorch finds no CUDA device; got 'cuda'",
+            "--device must be cpu, or a CUDA device of this machine like cuda:0; got 'cuda'",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
         ),
         (
@@ -95,8 +95,9 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
             "bench --suite founding --case kb58",
             "--case must be one of kb71, kb65, kb75, kb69, kb57; got 'kb58'",
         ),
-        ("bench --suite host --suite shapes", "--suite host is a run of its own; got host and shapes"),
-        ("bench --suite shapes --plot r.png", "--plot does not go with --suite shapes"),
+        ("bench --suite training --suite cpu", "--suite training is a run of its own; got training and cpu"),
+        ("bench --suite training --plot r.png", "--plot does not go with --suite training"),
+        ("bench --suite kernelbench --as-exported --frozen", "--frozen does not go with --as-exported"),
         ("bench --from r.json --dtype float32", "--dtype does not go with --from"),
         ("bench --compiled", "--compiled and --eager go with --suite training alone"),
         ("bench --frozen --pass step", "--frozen goes with --pass fwd alone"),
@@ -111,9 +112,9 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
             "bench --layer 4,4,3 --input 1x4x8 --layout channels_last",
             "--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'",
         ),
-        ("bench --json nowhere/r.json", "--json must be a file in a folder that exists; got 'nowhere/r.json'"),
+        ("bench --json nowhere/r.json", "--json cannot be written: No such file or directory; got 'nowhere/r.json'"),
         ("bench --plot r.pdf", "--plot must end in .png or .svg; got 'r.pdf'"),
-        ("bench --from r.json", "--from: r.json cannot be read: No such file or directory"),
+        ("bench --from r.json", "r.json cannot be read: No such file or directory"),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_exit_code_2(

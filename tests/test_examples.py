@@ -149,7 +149,7 @@ def test_trainings_of_one_seed_agree(name: str, monkeypatch: pytest.MonkeyPatch)
         for seed in range(curves.SEEDS):
             assert runs[f"upconv, seed {seed}"] == pytest.approx(runs[f"torch, seed {seed}"], rel=1e-3)
         assert runs["torch, seed 1"] != pytest.approx(runs["torch, seed 0"], rel=1e-2)
-        assert curves.agree(made, loss)
+        assert curves.agree(runs)
 
 
 @pytest.fixture

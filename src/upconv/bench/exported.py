@@ -144,7 +144,7 @@ def measure(paths: Mapping[str, Path], device: torch.device, tell: Callable[...,
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    return report.gather(rows(), device, kind="exported")
+    return report.gather(rows(), device, "exported")
 
 
 def row(case: str, path: Path, device: torch.device) -> Row:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upconv.bench import files
 from upconv.bench.report import Report, Row
 from upconv.bench.tables import SWEPT, ceiling_text, conditions
 
@@ -50,7 +49,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         for panel in axes[len(panels) :]:
             panel.set_axis_off()
         figure.supxlabel(conditions(reports[0]), fontsize=8, color="#555555")
-        files.publish(path, lambda temporary: figure.savefig(temporary, dpi=150))
+        figure.savefig(path, dpi=150)
 
 
 def _draw(axes: Axes, rows: Sequence[Row]) -> None:

@@ -8,8 +8,9 @@ not when it was written.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import geometric_mean as mean_of
@@ -18,24 +19,17 @@ from typing import Any
 import torch
 
 from upconv import env
-from upconv.bench import files
 
 SCHEMA = 1
 Row = dict[str, Any]
 Report = dict[str, Any]
-HEAD = ("schema", "when", "commit", "device", "versions", "load", "complete", "rows")
+HEAD = ("schema", "kind", "when", "commit", "device", "versions", "load", "complete", "rows")
 """``when``: UTC. ``load``: load averages at the run's start and end. ``complete``: whether Ctrl-C left no row out."""
-LAYERS = "layers"
-"""The kind of a report that names none: layers of suites."""
-KINDS = (LAYERS, "host", "shapes", "training", "cold", "exported")
+KINDS = ("layers", "training", "exported")
+"""Those that `tables` shows."""
 
 
-def kind_of(found: Report) -> str:
-    """The kind of a report, one of `KINDS`."""
-    return str(found.get("kind", LAYERS))
-
-
-def gather(rows: Iterable[Row], device: torch.device, **keys: Any) -> Report:
+def gather(rows: Iterable[Row], device: torch.device, kind: str, **keys: Any) -> Report:
     """The report of rows that are measured here as they are taken from ``rows``.
 
     Ctrl-C ends it: the report then has the rows before, and is not ``complete``. ``keys``: what it has beside `HEAD`.
@@ -47,6 +41,7 @@ def gather(rows: Iterable[Row], device: torch.device, **keys: Any) -> Report:
         complete = False
     return {
         "schema": SCHEMA,
+        "kind": kind,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": env.commit(),
         "device": env.device(device),
@@ -58,24 +53,32 @@ def gather(rows: Iterable[Row], device: torch.device, **keys: Any) -> Report:
     }
 
 
+def save(found: Mapping[str, Any], path: Path) -> None:
+    """Writes a report as JSON. Errors: OSError; ValueError for numbers that are not finite."""
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
 def load(path: str | Path) -> Report:
-    """Reads a report of any kind.
+    """Reads a report of `KINDS`.
 
     Raises:
-        ValueError: the file is missing, is no JSON, or holds no report of this schema; in one sentence.
+        ValueError: the file is missing, is no JSON, or holds no such report; in one sentence.
     """
-    found: Report = files.read(path)
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"{path} must be a report of schema {SCHEMA}, got {schema!r}")
-    kind = kind_of(found)
-    if kind not in KINDS:
-        raise ValueError(f"{path} must be a report of kind {', '.join(KINDS)}; got {kind!r}")
-    found = {"load": {"start": None, "end": None}, "complete": True, **found}
-    missing = {*HEAD, *(("ceilings",) if kind == LAYERS else ())} - set(found)
-    if missing:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    schema, kind = (found.get(key) for key in ("schema", "kind")) if isinstance(found, dict) else (None, None)
+    if (schema, kind in KINDS) != (SCHEMA, True):
+        raise ValueError(
+            f"{path} must be a report of schema {SCHEMA} and kind {', '.join(KINDS)}; got {schema}, {kind}"
+        )
+    if missing := set(HEAD) - set(found):
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    return found
+    report: Report = found
+    return report
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

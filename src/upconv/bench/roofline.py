@@ -25,15 +25,6 @@ class Ceilings(TypedDict):
     """FLOP/s of a large square matrix product, per precision."""
 
 
-def better(a: Ceilings, b: Ceilings) -> Ceilings:
-    """The higher of two measurements of the same rates, each for itself."""
-    one, other = a["matmul_flops_per_s"], b["matmul_flops_per_s"]
-    return Ceilings(
-        copy_bytes_per_s=max(a["copy_bytes_per_s"], b["copy_bytes_per_s"]),
-        matmul_flops_per_s={precision: max(rate, other[precision]) for precision, rate in one.items()},
-    )
-
-
 def dtype_of(precision: Precision) -> torch.dtype:
     """The dtype that is multiplied in a precision."""
     return next(dtype for dtype, precisions in PRECISIONS.items() if precision in precisions)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from upconv.bench import check, report, roofline, timing
 from upconv.bench.report import Report, Row, finite
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
-from upconv.bench.timing import Operands, Repeats, Side, Work
+from upconv.bench.timing import Repeats, Side
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
 
@@ -45,21 +44,6 @@ class Job:
     def __str__(self) -> str:
         p = self.problem
         return f"{self.case} {dtype_name(p.dtype)} {p.layout} {p.pass_}"
-
-
-@dataclass(frozen=True)
-class How:
-    """How rows are measured."""
-
-    repeats: Repeats
-    frozen: bool = False
-    """Also forwards with `upconv.freeze`."""
-
-    def sides(self, job: Job) -> dict[str, Callable[[Operands], Work]]:
-        """What prepares each side of a job, by its name in reports."""
-        p = job.problem
-        names: tuple[Side, ...] = ("ours", "frozen", "torch") if p.pass_ == "fwd" and self.frozen else ("ours", "torch")
-        return {side: partial(timing.work, side, p) for side in names}
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -139,14 +123,15 @@ def plan_text(plan: Plan, pass_: Pass) -> str:
     return "native" if plan.engine(pass_) == "torch" else plan.backward
 
 
-def row(job: Job, device: torch.device, how: How) -> Row:
-    """Checks and times one job; the roof is left to `set_roof`.
+def row(job: Job, device: torch.device, repeats: Repeats, frozen: bool = False) -> Row:
+    """Checks and times one job; the roof is left to `set_roof`. ``frozen``: forwards with `upconv.freeze` too.
 
     Every side runs the timed shape and is compared with the reference; only right results are timed. Where the plan is
     PyTorch's own operator its time stands for ours too, the ratio is 1 and the engine ``torch``.
     """
     begin, p = time.perf_counter(), job.problem
     plan = planner.plan(p, planner.device_of(device))
+    ours: tuple[Side, ...] = ("ours", "frozen") if frozen and p.pass_ == "fwd" else ("ours",)
     found: Row = {
         "suite": job.suite, "case": job.case, "layer": p.layer, "pass": p.pass_, "dtype": dtype_name(p.dtype),
         "precision": p.precision, "layout": p.layout, "scale": job.scale, "engine": plan.engine(p.pass_),
@@ -155,9 +140,9 @@ def row(job: Job, device: torch.device, how: How) -> Row:
     }  # fmt: skip
     try:
         with timing.precision_flags(p.precision):
-            found |= _check(job, device, how)
+            found |= _check(p, device, ours)
             if found["failure"] is None:
-                found |= timing.entries(_taken(job, device, how, found["engine"]))
+                found |= timing.entries(_taken(p, device, repeats, ours, found["engine"]))
     except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
         found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
     return found | {"wall_s": time.perf_counter() - begin}
@@ -167,25 +152,22 @@ SET_BYTES = 2 * 10**9
 """Input sets of a row together stay below this, but there are at least two and at most four."""
 
 
-def _taken(job: Job, device: torch.device, how: How, engine: str) -> timing.Taken:
+def _taken(p: Problem, device: torch.device, repeats: Repeats, ours: Sequence[Side], engine: str) -> timing.Taken:
     """Seconds of each side, one a round. PyTorch's are those of the better ``cudnn.benchmark``."""
-    p = job.problem
     count = max(2, min(4, SET_BYTES // max(p.bytes, 1)))
-    sets, sides = [timing.operands(p, device, seed) for seed in range(count)], how.sides(job)
-    alike = ("ours", "frozen") if engine == "torch" else ()
-    works = {side: [make(given) for given in sets] for side, make in sides.items() if side not in alike}
-    taken = timing.compare(works, device, how.repeats, tuned=("torch",))
-    return {side: taken.get(side, taken["torch"]) for side in sides}
+    sets = [timing.operands(p, device, seed) for seed in range(count)]
+    sides: tuple[Side, ...] = ("torch",) if engine == "torch" else (*ours, "torch")
+    works = {str(side): [timing.work(side, p, given) for given in sets] for side in sides}
+    taken = timing.compare(works, device, repeats, tuned=("torch",))
+    return {side: taken.get(side, taken["torch"]) for side in (*ours, "torch")}
 
 
-def _check(job: Job, device: torch.device, how: How) -> Row:
+def _check(p: Problem, device: torch.device, ours: Sequence[Side]) -> Row:
     """A row's entries of errors, and its failure if a result is wrong."""
-    p = job.problem
     given = timing.operands(p, device, 0)
-    known, sides = check.truths(p, given), how.sides(job)
-    theirs, worst = sides.pop("torch")(given)(), 0.0
-    for side, make in sides.items():
-        work = make(given)
+    known, theirs, worst = check.truths(p, given), timing.work("torch", p, given)(), 0.0
+    for side in ours:
+        work = timing.work(side, p, given)
         if side == "frozen":
             work()  # packs; the calls after it use what it keeps
         error, torch_error, right = check.errors(p, known, work(), theirs)
@@ -198,8 +180,8 @@ def _check(job: Job, device: torch.device, how: How) -> Row:
         del known, work, theirs
         given = timing.operands(p, device, 0, positive=True)
         wanted = timing.work("torch", p, given)()[0]
-        used = max(check.tolerance_used(p.precision, make(given)()[0], wanted) for make in sides.values())
-        found["tolerance_used"] = finite(used)
+        used = (check.tolerance_used(p.precision, timing.work(side, p, given)()[0], wanted) for side in ours)
+        found["tolerance_used"] = finite(max(used))
     return found
 
 
@@ -220,31 +202,24 @@ Tell = Callable[..., object]
 """Hears what begins, and how many of how many rows are done: a `progress.Progress`."""
 
 
-def measure(todo: Sequence[Job], device: torch.device, how: How, tell: Tell = lambda *said: None) -> Report:
-    """The report of all jobs.
-
-    The ceilings are measured ahead of the rows and behind them. Of the two measurements the better counts: a machine
-    that others use too reaches its ceiling only at times.
-    """
-    precisions = list(dict.fromkeys(job.problem.precision for job in todo))
+def measure(
+    todo: Sequence[Job], device: torch.device, repeats: Repeats, tell: Tell = lambda *said: None, frozen: bool = False
+) -> Report:
+    """The report of all jobs, and of the ceilings of their precisions."""
     ceilings = Ceilings(copy_bytes_per_s=0.0, matmul_flops_per_s={})
 
     def rows() -> Iterator[Row]:
-        nonlocal ceilings
         tell("measuring what the machine copies and multiplies", 0, len(todo))
-        ceilings = roofline.measure(precisions, device)
+        ceilings.update(roofline.measure(list(dict.fromkeys(job.problem.precision for job in todo)), device))
         if device.type == "cuda":
             _compile_ahead(todo, device, tell)
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
-            yield row(job, device, how)
-        with suppress(RuntimeError):  # of a device that a row has lost
-            ceilings = roofline.better(ceilings, roofline.measure(precisions, device))
+            found = row(job, device, repeats, frozen)
+            set_roof(found, ceilings)
+            yield found
 
-    found = report.gather(rows(), device)
-    for one in found["rows"]:
-        set_roof(one, ceilings)
-    return {**found, "ceilings": ceilings}
+    return report.gather(rows(), device, "layers", ceilings=ceilings)
 
 
 def _compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None:

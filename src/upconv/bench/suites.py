@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from upconv.modules import TRANSPOSED
 from upconv.problem import Problem
@@ -19,6 +19,10 @@ class Case(NamedTuple):
 
     name: str
     problem: Problem
+
+
+Named = TypeVar("Named", bound=Any)
+"""A case of any kind."""
 
 
 def _case(
@@ -256,18 +260,17 @@ SUITES: dict[str, tuple[Case, ...]] = {
 """The suites by name; ``custom`` is one more, one layer from the command line."""
 
 
-def choose(cases: Sequence[Case], names: Sequence[str]) -> tuple[Case, ...]:
+def choose(cases: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
     """The cases of these names (case-insensitive), in the suite's order; all of them for no names.
 
     Raises:
         ValueError: a name that no case has.
     """
-    if not names:
-        return tuple(cases)
-    wanted = {name.casefold() for name in names}
+    known = {case.name.casefold() for case in cases}
     for name in names:
-        if name.casefold() not in {case.name.casefold() for case in cases}:
+        if name.casefold() not in known:
             raise ValueError(f"--case must be one of {', '.join(case.name for case in cases)}; got {name!r}")
+    wanted = {name.casefold() for name in names} or known
     return tuple(case for case in cases if case.name.casefold() in wanted)
 
 
@@ -307,28 +310,19 @@ def _elements(p: Problem) -> int:
 _EXAMPLE = '"64,64,(3,7),stride=2,padding=1"'
 
 
-def parse_input(text: str) -> tuple[int, ...]:
-    """``8x64x512x512`` as ``(8, 64, 512, 512)``: batch, channels, then 1 to 3 spatial sizes.
-
-    Raises:
-        ValueError: any other text, in one sentence.
-    """
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", text):
-        raise ValueError(
-            f"--input must be batch, channels and 1 to 3 spatial sizes joined by x, like 8x64x512x512; got {text!r}"
-        )
-    return tuple(map(int, text.split("x")))
-
-
 def parse_shape(text: str) -> tuple[int, ...]:
-    """``8x100`` as ``(8, 100)``: the sizes of a tensor of any rank.
-
-    Raises:
-        ValueError: any other text, in one sentence.
-    """
+    """``8x100`` as ``(8, 100)``: the sizes of a tensor of any rank. Errors: ValueError, one sentence."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise ValueError(f"--input must be sizes joined by x, like 8x64x512x512 or 8x100; got {text!r}")
     return tuple(map(int, text.split("x")))
+
+
+def parse_input(text: str) -> tuple[int, ...]:
+    """``8x64x512x512``: batch, channels, then 1 to 3 spatial sizes. Errors: ValueError, one sentence."""
+    shape = parse_shape(text)
+    if not 3 <= len(shape) <= 5:
+        raise ValueError(f"--input must be batch, channels and 1 to 3 spatial sizes, like 8x64x512x512; got {text!r}")
+    return shape
 
 
 def parse_layer(text: str, input: str) -> Problem:

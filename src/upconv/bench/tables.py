@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from upconv.bench import report
-from upconv.bench.report import LAYERS, Report, Row, geometric_mean, kind_of
+from upconv.bench.report import Report, Row, geometric_mean
 
 WIDE = 110
 """Columns of a terminal from which on the table of layers spells each layer out."""
@@ -24,8 +23,6 @@ class Column(NamedTuple):
     text: Callable[[Row], str | Text]
     words: bool = False
     """Not numbers, which are aligned at the right."""
-    when: Callable[[Sequence[Row]], bool] = lambda rows: True
-    """Whether a table of these rows has the column."""
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
@@ -39,187 +36,131 @@ def si(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _value(head: str, key: str, shown: Callable[[Any], str]) -> Column:
-    """A row's value; the column is left out where no row has one."""
-
-    def text(row: Row) -> str:
-        return "" if row.get(key) is None else shown(row[key])
-
-    return Column(head, text, when=lambda rows: any(row.get(key) is not None for row in rows))
+def times(ratio: float) -> str:
+    """``1.25x``; with a third digit where two would hide that a ratio is below 1."""
+    return f"{ratio:.3f}x" if 0.995 <= ratio < 1 else f"{ratio:.2f}x"
 
 
-def _number(head: str, key: str, form: str = ".3g", unit: float = 1.0) -> Column:
-    return _value(head, key, lambda value: f"{value / unit:{form}}")
+def _value(head: str, key: str, form: str = ".3g", unit: float = 1.0) -> Column:
+    return Column(head, lambda row: "" if row.get(key) is None else f"{row[key] / unit:{form}}")
 
 
 def _ms(head: str, key: str) -> Column:
-    return _value(head, key, lambda ms: f"{ms:.3f}" if ms < 10 else f"{ms:.2f}" if ms < 100 else f"{ms:.0f}")
+    def text(row: Row) -> str:
+        ms = row.get(key)
+        return "" if ms is None else f"{ms:.3g}" if ms < 100 else f"{ms:.0f}"
+
+    return Column(head, text)
 
 
 def _times(head: str, key: str) -> Column:
-    return _value(head, key, lambda ratio: f"{ratio:.2f}x")
+    return Column(head, lambda row: "" if row.get(key) is None else times(row[key]))
 
 
-def _word(key: str, head: str | None = None) -> Column:
-    return Column(head or key, lambda row: str(row.get(key) or ""), words=True)
-
-
-def _swept(key: str, text: Callable[[Row], str] | None = None) -> Column:
-    """What a run of layers may sweep: a column where it does, a word in the title where it does not."""
-    of = text or (lambda row: str(row[key]))
-    return Column(key, of, words=True, when=lambda rows: len(set(map(of, rows))) > 1)
+def _word(key: str) -> Column:
+    return Column(key, lambda row: str(row.get(key) or ""), words=True)
 
 
 def _spread(row: Row) -> str:
     """How far the quartiles are apart in percent of the median, of the side where that is more."""
-    shares = [
-        (row[f"{side}_upper_ms"] - row[f"{side}_lower_ms"]) / row[f"{side}_ms"]
-        for side in ("ours", "torch", "frozen")
-        if row.get(f"{side}_upper_ms") is not None
-    ]
+    sides = [side for side in ("ours", "torch", "frozen") if row.get(f"{side}_upper_ms") is not None]
+    shares = [(row[f"{side}_upper_ms"] - row[f"{side}_lower_ms"]) / row[f"{side}_ms"] for side in sides]
     return f"{max(shares):.0%}" if shares else ""
-
-
-def _ours(row: Row) -> str | Text:
-    if row["ours_ms"] is None:
-        return Text("wrong" if row.get("rel_error") is not None else "failed", style="bold red")
-    return _OURS.text(row)
-
-
-_OURS = _ms("upconv ms", "ours_ms")
 
 
 def _ratio(row: Row) -> Text:
     if row["ratio"] is None:
-        return Text("")
-    if row["engine"] == "torch":
+        failure = row["failure"] or ""
+        return Text("wrong" if failure.startswith("wrong") else "failed" if failure else "", style="bold red")
+    if row.get("engine") == "torch":
         return Text("torch", style="dim")
     # 5% is what the medians of two equal implementations differ by on a shared machine.
     ratio = row["ratio"]
-    return Text(f"{ratio:.2f}x", style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
-
-
-def _scale(row: Row) -> str:
-    scale = row.get("scale", 1)
-    return "1" if scale == 1 else f"1/{1 / scale:.0f}"
-
-
-def _ratio_or_failure(row: Row) -> str:
-    return row["failure"] or f"{row['ratio']:.2f}x"
+    return Text(times(ratio), style="green" if ratio > 1.05 else "yellow" if ratio >= 0.95 else "red")
 
 
 # --- columns by kind -------------------------------------------------------------------------------------------------
 
 SWEPT = (
-    _swept("suite"),
-    _swept("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32"),
-    _swept("layout"),
-    _swept("pass"),
+    _word("suite"),
+    Column("dtype", lambda row: row["dtype"] if row["precision"] != "tf32" else "float32 as TF32", words=True),
+    _word("layout"),
+    _word("pass"),
 )
-_LAYER = _word("layer", "layer and input")
+"""What a run of layers may sweep: a column where it does, a word in the title where it does not."""
+_LAYER = _word("layer")
 _COLUMNS: dict[str, tuple[Column, ...]] = {
-    LAYERS: (
+    "layers": (
         _word("case"),
         _LAYER,
         *SWEPT,
-        Column("scale", _scale, when=lambda rows: any(row.get("scale", 1) != 1 for row in rows)),
-        Column("upconv ms", _ours),
+        Column("scale", lambda row: "" if row["scale"] == 1 else f"1/{1 / row['scale']:.0f}"),
+        _ms("upconv ms", "ours_ms"),
         _ms("PyTorch ms", "torch_ms"),
-        Column("spread", _spread, when=lambda rows: any(map(_spread, rows))),
-        Column("speed-up", _ratio),
-        _value("of roof", "percent_of_roof", lambda percent: f"{percent:.0f}%"),
+        Column("spread", _spread),
+        Column("ratio", _ratio),
+        _value("of roof", "percent_of_roof", ".0%", 100),
         _ms("frozen ms", "frozen_ms"),
         _times("frozen", "frozen_ratio"),
-        _number("error", "rel_error", ".0e"),
-        _number("of tolerance", "tolerance_used", ".0e"),
-        Column("engine", lambda row: Text(row["engine"], style="dim" if row["engine"] == "torch" else ""), words=True),
-    ),
-    "host": (
-        _word("dtype"),
-        _word("mode"),
-        _number("PyTorch us", "torch_us", ".1f"),
-        _number("upconv us", "ours_us", ".1f"),
-        _number("added us", "added_us", "+.1f"),
+        _value("error", "rel_error", ".0e"),
+        _value("of tolerance", "tolerance_used", ".0e"),
         _word("engine"),
     ),
     "training": (
         _word("case"),
-        _number("PyTorch ms", "torch_ms"),
-        _number("torch.compile ms", "compile_ms"),
-        _number("upconv ms", "ours_ms"),
-        Column("ratio", _ratio_or_failure),
-        _number("convolutions too ms", "convolutions_ms"),
+        _ms("PyTorch ms", "torch_ms"),
+        _ms("torch.compile ms", "compile_ms"),
+        _ms("upconv ms", "ours_ms"),
+        Column("ratio", _ratio),
+        _ms("convolutions too ms", "convolutions_ms"),
         _times("ratio, convolutions too", "convolutions_ratio"),
-        _number("torch.compile, with upconv ms", "compile_ours_ms"),
+        _ms("torch.compile, with upconv ms", "compile_ours_ms"),
         _times("ratio, compiled", "compile_ratio"),
-        _number("PyTorch peak MB", "torch_peak_bytes", ".0f", 1e6),
-        _number("upconv peak MB", "ours_peak_bytes", ".0f", 1e6),
-        _number("convolutions too peak MB", "convolutions_peak_bytes", ".0f", 1e6),
-    ),
-    "cold": (
-        _word("case"),
-        _word("precision"),
-        _word("layout"),
-        _number("forward s", "fwd_s"),
-        _number("for the input s", "grad_input_s"),
-        _number("for the weight s", "grad_weight_s"),
-        _number("from disk ms", "cached_ms"),
-    ),
-    "shapes": (
-        _word("shape", "input"),
-        _number("PyTorch first ms", "torch_ms"),
-        _number("tuned first ms", "torch_benchmark_ms"),
-        _number("upconv first ms", "ours_ms"),
-        _number("compiled", "ours_compiled"),
-        _number("PyTorch again ms", "torch_again_ms"),
-        _number("upconv again ms", "ours_again_ms"),
-        _word("engine"),
+        _value("PyTorch peak MB", "torch_peak_bytes", ".0f", 1e6),
+        _value("upconv peak MB", "ours_peak_bytes", ".0f", 1e6),
+        _value("convolutions too peak MB", "convolutions_peak_bytes", ".0f", 1e6),
     ),
     "exported": (
         _word("case"),
-        _word("layer"),
-        _number("PyTorch ms", "torch_ms", ".3f"),
-        _number("tuned ms", "tuned_ms", ".3f"),
-        _number("upconv ms", "library_ms", ".3f"),
-        _number("file ms", "ours_ms", ".3f"),
-        Column("ratio", _ratio_or_failure),
+        _LAYER,
+        _value("PyTorch ms", "torch_ms", ".3f"),
+        _value("tuned ms", "tuned_ms", ".3f"),
+        _value("upconv ms", "library_ms", ".3f"),
+        _value("file ms", "ours_ms", ".3f"),
+        Column("ratio", _ratio),
         _times("ratio, tuned", "tuned_ratio"),
         _times("ratio, upconv", "library_ratio"),
-        _number("of tolerance", "tolerance_used"),
-        _number("grad-input error", "grad_input_error", ".1e"),
-        _number("grad-weight error", "grad_weight_error", ".1e"),
-        _value("rules", "rules", str),
-        _number("lines", "lines", ".0f"),
-        _number("build s", "build_s", ".0f"),
+        _value("of tolerance", "tolerance_used"),
+        _value("grad-input error", "grad_input_error", ".1e"),
+        _value("grad-weight error", "grad_weight_error", ".1e"),
+        _word("rules"),
+        _value("lines", "lines", ".0f"),
+        _value("build s", "build_s", ".0f"),
     ),
 }
 """What tables of each kind show."""
 
 
 def columns(found: Report) -> list[Column]:
-    """What a table of the report shows."""
-    return [column for column in _COLUMNS[kind_of(found)] if column.when(found["rows"])]
+    """What a table of the report shows: of `SWEPT` what differs, of the others what some row has."""
+
+    def shown(column: Column) -> bool:
+        texts = {str(column.text(row)) for row in found["rows"]}
+        return len(texts) > 1 if column in SWEPT else texts != {""}
+
+    return [column for column in _COLUMNS[found["kind"]] if shown(column)]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
-_TITLES = {
-    "host": "time per call; on a GPU it is enqueued only",
-    "shapes": "first calls on ten input sizes that the process has not seen",
-    "training": "a training step: forward, loss, backward, Adam",
-    "cold": "NVRTC's time for what a first call waits for, for what follows it in a thread, and to load from disk",
-    "exported": "exported files by KernelBench's rules",
-}
-
 
 def title(found: Report) -> str:
     """What was measured, in a line; of layers what all of them have in common."""
-    rows, kind = found["rows"], kind_of(found)
-    if kind == LAYERS:
-        words = [str(swept.text(rows[0])) for swept in SWEPT if rows and not swept.when(rows)]
-    else:
-        words = [_TITLES[kind], found.get("layer") or ""]
-    return " · ".join(word for word in ("upconv bench", *words) if word)
+    words = {"training": ["whole models"], "exported": ["exported files by KernelBench's rules"]}.get(found["kind"], [])
+    if found["kind"] == "layers" and found["rows"]:
+        kept = columns(found)
+        words = [str(column.text(found["rows"][0])) for column in SWEPT if column not in kept]
+    return " · ".join(("upconv bench", *words))
 
 
 def conditions(found: Report) -> str:
@@ -241,59 +182,62 @@ def ceiling_text(ceilings: Any) -> str:
 
 
 def summary(found: Report) -> list[str]:
-    """What all rows of layers say together, in sentences."""
+    """What all rows say together, in sentences; nothing of whole models."""
+
+    def mean(rows: list[Row], key: str = "ratio") -> float:
+        return geometric_mean([row[key] for row in rows if row.get(key) is not None])
+
     timed = [row for row in found["rows"] if row.get("ratio") is not None]
-    if kind_of(found) == "exported":
-        mean = geometric_mean([row["ratio"] for row in timed])
-        return [f"{len(timed)} of {len(found['rows'])} files right, geometric mean {mean:.2f}x over PyTorch"]
-    if kind_of(found) != LAYERS:
+    if found["kind"] == "exported":
+        tuned = (
+            f", {mean(timed, 'tuned_ratio'):.2f}x with cudnn.benchmark" if "tuned_ratio" in (timed or [{}])[0] else ""
+        )
+        return [
+            f"{len(timed)} of {len(found['rows'])} files right, geometric mean {mean(timed):.2f}x over PyTorch{tuned}"
+        ]
+    if found["kind"] == "training":
         return []
     ours, lines = [row for row in timed if row["engine"] != "torch"], []
     if ours:
         lowest = min(ours, key=lambda row: float(row["ratio"]))
         lines.append(
-            f"[bold]{geometric_mean([row['ratio'] for row in ours]):.2f}x[/] PyTorch's speed, geometric mean over the "
-            f"{len(ours)} rows that upconv's engine computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
+            f"[bold]{mean(ours):.2f}x[/] PyTorch's speed, geometric mean over the {len(ours)} rows that upconv's engine"
+            f" computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
         )
-    for key, what in (("frozen_ratio", "of the same rows with upconv.freeze, which keeps packed weights"),):
-        ratios = [row[key] for row in ours if row.get(key) is not None]
-        lines += [f"{geometric_mean(ratios):.2f}x {what}"] if ratios else []
-    theirs = [row["case"] for row in timed if row["engine"] == "torch"]
-    if theirs:
-        mean = geometric_mean([row["ratio"] for row in timed])
+        if "frozen_ratio" in ours[0]:
+            lines.append(
+                f"{mean(ours, 'frozen_ratio'):.2f}x of the same rows with upconv.freeze, which keeps packed weights"
+            )
+    if theirs := [row["case"] for row in timed if row["engine"] == "torch"]:
         names = ", ".join(dict.fromkeys(theirs))
-        lines.append(f"{mean:.2f}x with the {len(theirs)} rows left to PyTorch's own operator at 1: {names}")
+        lines.append(f"{mean(timed):.2f}x with the {len(theirs)} rows left to PyTorch's own operator at 1: {names}")
     return lines
 
 
 def show(found: Report, console: Console) -> None:
     """Prints the report: title, conditions, table, summary, failures and warnings."""
-    layers, wide = kind_of(found) == LAYERS, console.width >= WIDE
     console.print(Text(title(found), style="bold"))
     console.print(Text(conditions(found), style="dim"))
     start, end = found["load"]["start"], found["load"]["end"]
     if start and end:
-        cores = found["device"].get("cores")
-        on = f", on {cores} cores" if cores else ""
-        console.print(Text(f"load average {start[0]:.2f} at the start, {end[0]:.2f} at the end{on}", style="dim"))
+        console.print(Text(f"load average {start[0]:.2f} at the start, {end[0]:.2f} at the end", style="dim"))
     if not found["complete"]:
         console.print(Text("incomplete: the run was interrupted", style="yellow"))
-    # Without lines between columns 80 of a terminal are enough.
-    grid = Table(header_style="bold", pad_edge=False, box=HEAVY_HEAD if wide else None, collapse_padding=not wide)
-    shown = [column for column in columns(found) if column is not _LAYER or wide]
+    # Without the layers 80 columns of a terminal are enough.
+    shown = [column for column in columns(found) if column is not _LAYER or console.width >= WIDE]
+    grid, whole = Table(header_style="bold", box=None, pad_edge=False), found["kind"] == "layers"
     for column in shown:
-        unbroken = layers and column is not _LAYER
+        unbroken = whole and column is not _LAYER
         grid.add_column(column.head, justify="left" if column.words else "right", no_wrap=unbroken, overflow="fold")
     for row in found["rows"]:
         grid.add_row(*(column.text(row) for column in shown))
     console.print(grid)
     for line in summary(found):
         console.print(line)
-    for row in report.wrong(found["rows"]) if layers else ():
-        console.print(Text(f"{row['case']}: {row.get('failure') or 'no result'}", style="red"))
+    for row in report.wrong(found["rows"]):
+        console.print(Text(f"{row['case']}: {row['failure']}", style="red"))
     for row in found["rows"]:
         if row.get("warning"):
-            name = row.get("case") or f"{row.get('dtype')} {row.get('mode')}"
-            console.print(Text(f"{name}: {row['warning']}", style="yellow"))
-    if layers and found["ceilings"]["matmul_flops_per_s"]:
+            console.print(Text(f"{row['case']}: {row['warning']}", style="yellow"))
+    if "ceilings" in found:
         console.print(Text(f"roof: {ceiling_text(found['ceilings'])}", style="dim"))

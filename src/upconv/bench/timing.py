@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -177,22 +177,21 @@ def _cpu_clock(run: Callable[[], object]) -> float:
     return end - begin
 
 
-def cudnn_clocks(take: Clock) -> dict[str, Clock]:
-    """The clocks of work under ``cudnn.benchmark`` off and on; ``on`` times in its own thread (see this module's head).
+def cudnn_clocks(take: Clock) -> tuple[Clock, Clock]:
+    """The clocks of work under ``cudnn.benchmark`` off and on, which times in its own thread (see this module's head).
 
-    Both set the flag ahead of each run and leave it set. Gradients are taken in the calling thread, as cuDNN's plans
-    for them are kept per thread too.
+    Gradients are taken in the calling thread, as cuDNN's plans for them are kept per thread too.
     """
 
     def under(flag: bool, run: Callable[[], object]) -> float:
-        torch.backends.cudnn.benchmark = flag
-        with torch.autograd.set_multithreading_enabled(False):
-            return take(run)
+        was, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, flag
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                return take(run)
+        finally:
+            torch.backends.cudnn.benchmark = was
 
-    return {
-        "off": lambda run: under(False, run),
-        "on": lambda run: _tuned.submit(under, True, run).result(),
-    }
+    return partial(under, False), lambda run: _tuned.submit(under, True, run).result()
 
 
 # One thread for the whole process: it starts with its first work, and keeps what cuDNN found for each problem.
@@ -258,11 +257,8 @@ def unsteady(taken: Taken) -> str | None:
 
 # --- interleaving ----------------------------------------------------------------------------------------------------
 
-Key = TypeVar("Key", bound=Hashable)
 
-
-@dataclass(frozen=True)
-class Repeats:
+class Repeats(NamedTuple):
     """How often a row is timed: until the seconds are spent, within bounds."""
 
     seconds: float
@@ -274,33 +270,29 @@ QUICK = Repeats(1.0, 5, 60)
 FULL = Repeats(4.0, 15, 200)
 SWEEP = Repeats(0.5, 7, 100)
 """For the many rows of a whole suite on a GPU, of which most take PyTorch under 5 ms and few 30."""
+Runs = Mapping[str, Sequence[Callable[[], object]]]
+"""By name the same work on several sets of inputs, which are taken in rotation."""
 
 
-def interleave(
-    runs: Mapping[Key, Sequence[Callable[[], object]]], take: Clock | Mapping[Key, Clock], repeats: Repeats
-) -> dict[Key, list[float]]:
-    """Times several implementations in turn; every second round in reverse order.
+def interleave(runs: Runs, take: Clock | Mapping[str, Clock], repeats: Repeats) -> dict[str, list[float]]:
+    """Seconds of several implementations, timed in turn; every second round in reverse order.
+
+    Each set is taken once ahead of the rounds, or twice: kernels are compiled and cuDNN's plans found in first calls.
 
     Args:
-        runs: for each name the same work on several sets of inputs, which are taken in rotation.
+        runs: what is timed.
         take: the clock, or one for each name.
         repeats: how often.
-
-    Returns:
-        For each name its seconds, one per round. The rounds of warm-up (one; two for short work) are not among them.
     """
     clocks = take if isinstance(take, Mapping) else dict.fromkeys(runs, take)
 
-    def one(name: Key, turn: int) -> float:
+    def one(name: str, turn: int) -> float:
         return clocks[name](runs[name][turn % len(runs[name])])
 
-    begin = time.perf_counter()
-    for turn in range(2):
+    for turn in range(max(2, *(len(works) for works in runs.values()))):
         for name in runs:
             one(name, turn)
-        if time.perf_counter() - begin > repeats.seconds / 4:
-            break
-    taken: dict[Key, list[float]] = {name: [] for name in runs}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
     begin, turn = time.perf_counter(), 0
     while turn < repeats.least or (turn < repeats.most and time.perf_counter() - begin < repeats.seconds):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
@@ -309,35 +301,15 @@ def interleave(
     return taken
 
 
-def compare(
-    runs: Mapping[str, Sequence[Callable[[], object]]],
-    device: torch.device,
-    repeats: Repeats,
-    tuned: Sequence[str],
-    wait: bool = True,
-) -> dict[str, list[float]]:
-    """Seconds of each name's work on sets of inputs, one a round.
+def compare(runs: Runs, device: torch.device, repeats: Repeats, tuned: Sequence[str], wait: bool = True) -> Taken:
+    """As `interleave`; a GPU times what ``tuned`` names with ``cudnn.benchmark`` on too, and the better median counts.
 
-    Args:
-        runs: as `interleave` takes them.
-        device: where. On a GPU every set runs once ahead of the rounds: kernels are compiled, weights packed and
-            cuDNN's plans found in the first call of each.
-        repeats: how often.
-        tuned: the names that a GPU also times with ``cudnn.benchmark`` on; the better median counts.
-        wait: see `clock`.
+    ``wait``: see `clock`.
     """
     take = clock(device, wait=wait)
     if device.type != "cuda":
         return interleave(runs, take, repeats)
-    under = cudnn_clocks(take)
-    every = {(name, f): works for name, works in runs.items() for f in under if f == "off" or name in tuned}
-    clocks = {key: under[key[1]] for key in every}
-    was = torch.backends.cudnn.benchmark
-    try:
-        for key, works in every.items():
-            for run in works:
-                clocks[key](run)
-        found = interleave(every, clocks, repeats)
-    finally:
-        torch.backends.cudnn.benchmark = was
-    return {name: min((found[key] for key in every if key[0] == name), key=median) for name in runs}
+    off, on = cudnn_clocks(take)
+    again = {f"{name}, tuned": runs[name] for name in tuned}
+    taken = interleave({**runs, **again}, dict.fromkeys(runs, off) | dict.fromkeys(again, on), repeats)
+    return {name: min(taken[name], taken.get(f"{name}, tuned", taken[name]), key=median) for name in runs}

@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, Literal
@@ -144,12 +145,12 @@ def measure(
 
     def rows() -> Iterator[Row]:
         for done, run in enumerate(todo):
-            yield _row(run, device, repeats, asked, lambda text, done=done: tell(text, done, len(todo)))  # type: ignore[misc]
+            yield _row(run, device, repeats, asked, partial(tell, done=done, total=len(todo)))
 
-    return report.gather(rows(), device, kind="training", layer="whole models")
+    return report.gather(rows(), device, "training")
 
 
-def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side], tell: Callable[[str], object]) -> Row:
+def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side], tell: Callable[..., object]) -> Row:
     row: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None, "ratio": None}
     torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, TextIO, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import typer
@@ -36,17 +36,31 @@ def stop(message: object, code: int = 2) -> NoReturn:
 def console() -> Console:
     """The console of stdout: as wide as the terminal, and without one so wide that nothing is cut or broken."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(file=cast(TextIO, _Trimmed()), highlight=False, width=10_000)
+    return found if found.is_terminal else Console(highlight=False, width=10_000)
 
 
-class _Trimmed:
-    """Stdout without the spaces at the ends of lines, which fill the last column of a table."""
+def writable(option: str, text: str, suffixes: Sequence[str] = ("",)) -> Path:
+    """The path of a file that is written after a long run, opened once ahead of it.
 
-    def write(self, text: str) -> int:
-        return sys.stdout.write(re.sub(r" +(?=\n)", "", text))
+    Args:
+        option: the option that names the path, for the error.
+        text: the path.
+        suffixes: those that the path may have, in lower case; any by default.
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+    Raises:
+        ValueError: the path has another suffix, or cannot be written, in one sentence.
+    """
+    path = Path(text)
+    if not path.name.lower().endswith(tuple(suffixes)):
+        raise ValueError(f"{option} must end in {' or '.join(suffixes)}; got {text!r}")
+    try:
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} cannot be written: {error.strerror}; got {text!r}") from None
+    return path
 
 
 def repeated(name: str, allowed: Sequence[str], help: str) -> Any:
@@ -70,16 +84,12 @@ def device_of(text: str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text is None:
         text = "cuda" if count else "cpu"
-    kind, _, index = text.partition(":")
-    if not re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text):
-        raise ValueError(f"--device must be cpu, cuda or cuda:<index>; got {text!r}")
-    if kind == "cpu":
+    if text == "cpu":
         return torch.device("cpu")
-    if count == 0:
-        raise ValueError(f"--device must be cpu here, since PyTorch finds no CUDA device; got {text!r}")
-    if int(index or 0) >= count:
-        raise ValueError(f"--device must be one of {', '.join(f'cuda:{i}' for i in range(count))} here; got {text!r}")
-    return torch.device("cuda", int(index or 0))
+    found = re.fullmatch(r"cuda(?::(\d+))?", text)
+    if not found or int(found[1] or 0) >= count:
+        raise ValueError(f"--device must be cpu, or a CUDA device of this machine like cuda:0; got {text!r}")
+    return torch.device("cuda", int(found[1] or 0))
 
 
 def network(text: str) -> torch.nn.Module:

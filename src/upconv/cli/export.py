@@ -5,8 +5,7 @@ from __future__ import annotations
 import typer
 from typer import Option
 
-from upconv.bench.files import writable
-from upconv.cli.arguments import Dtype, stop
+from upconv.cli.arguments import Dtype, stop, writable
 from upconv.export import command as exports
 from upconv.problem import Precision
 

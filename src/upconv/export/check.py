@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import upconv
 from upconv import reference
 from upconv.bench.check import TOLERANCE, tolerance_used
-from upconv.bench.timing import Clock, Repeats, Taken, clock, cudnn_clocks, interleave, precision_flags
+from upconv.bench.timing import Repeats, Taken, clock, cudnn_clocks, interleave, precision_flags
 from upconv.cpu import memory_format
 from upconv.problem import Precision, Problem
 
@@ -118,21 +118,16 @@ def _gradients(module: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]
 
 def _taken(p: Problem, ours: nn.Module, theirs: nn.Module, x: Tensor) -> Taken:
     """Seconds of each side, one a round; the library multiplies as the file does, whatever PyTorch's flags allow."""
-    clocks = cudnn_clocks(clock(x.device))
-    plain: Clock = clocks["off"]
+    off, on = cudnn_clocks(clock(x.device))
 
     def as_the_file(run: Callable[[], object]) -> float:
         with precision_flags(p.precision):
-            return plain(run)
+            return off(run)
 
     library = upconv.accelerate(deepcopy(theirs))
-    modules = {"ours": ours, "torch": theirs, "tuned": theirs, "library": library}
-    takes = {"ours": plain, "torch": plain, "tuned": clocks["on"], "library": as_the_file}
-    was = torch.backends.cudnn.benchmark
-    try:
-        return interleave({side: [partial(_forward, module, x)] for side, module in modules.items()}, takes, RUNS)
-    finally:
-        torch.backends.cudnn.benchmark = was
+    sides = {"ours": (ours, off), "torch": (theirs, off), "tuned": (theirs, on), "library": (library, as_the_file)}
+    runs = {side: [partial(_forward, module, x)] for side, (module, _) in sides.items()}
+    return interleave(runs, {side: take for side, (_, take) in sides.items()}, RUNS)
 
 
 @torch.no_grad()
