@@ -223,11 +223,12 @@ def show(found: Report, console: Console) -> None:
         console.print(Text(f"load average {start[0]:.2f} at the start, {end[0]:.2f} at the end", style="dim"))
     if not found["complete"]:
         console.print(Text("incomplete: the run was interrupted", style="yellow"))
-    # Without the layers 80 columns of a terminal are enough.
-    shown = [column for column in columns(found) if column is not _LAYER or console.width >= WIDE]
-    grid, whole = Table(header_style="bold", box=None, pad_edge=False), found["kind"] == "layers"
+    wide, layers = console.width >= WIDE, found["kind"] == "layers"
+    shown = [column for column in columns(found) if column is not _LAYER or wide]
+    # With little between columns, and without the layers, 80 columns of a terminal are enough.
+    grid = Table(header_style="bold", box=None, pad_edge=False, collapse_padding=not wide)
     for column in shown:
-        unbroken = whole and column is not _LAYER
+        unbroken = layers and column is not _LAYER
         grid.add_column(column.head, justify="left" if column.words else "right", no_wrap=unbroken, overflow="fold")
     for row in found["rows"]:
         grid.add_row(*(column.text(row) for column in shown))
