@@ -47,19 +47,9 @@ def conv_transpose2d(
 ) -> Tensor:
     """2-D transposed convolution: `torch.nn.functional.conv_transpose2d`, by upconv's engines.
 
-    Args:
-        input: ``(batch, in_channels, height, width)``, or without the batch; contiguous, channels_last or strided.
-        weight: ``(in_channels, out_channels // groups, kernel_height, kernel_width)``.
-        bias: ``(out_channels)`` or None.
-        stride, padding, output_padding, dilation: in pixels; an integer for both dimensions or a pair.
-        groups: in how many groups channels are connected.
-
-    Returns:
-        ``(batch, out_channels, out_height, out_width)``, each size ``(n-1)*stride - 2*padding + dilation*(kernel-1) +
-        output_padding + 1``; channels_last when input or weight is.
-
-    Raises:
-        RuntimeError: PyTorch's own messages, for arguments that fit no transposed convolution.
+    Arguments and errors as `conv_transpose1d`'s, with an integer for both dimensions or a pair. ``input`` is ``(batch,
+    in_channels, height, width)``, or without the batch; contiguous, channels_last or strided. ``weight`` is
+    ``(in_channels, out_channels // groups, kernel_height, kernel_width)``. The result is channels_last when either is.
     """
     return conv_transpose(2, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
@@ -76,17 +66,6 @@ def conv_transpose3d(
 ) -> Tensor:
     """3-D transposed convolution: `torch.nn.functional.conv_transpose3d`, by upconv's engines.
 
-    Args:
-        input: ``(batch, in_channels, depth, height, width)``, or without the batch.
-        weight: ``(in_channels, out_channels // groups, kernel_depth, kernel_height, kernel_width)``.
-        bias: ``(out_channels)`` or None.
-        stride, padding, output_padding, dilation: in voxels; an integer for all dimensions or three.
-        groups: in how many groups channels are connected.
-
-    Returns:
-        ``(batch, out_channels, out_depth, out_height, out_width)``, sizes as for `conv_transpose2d`.
-
-    Raises:
-        RuntimeError: PyTorch's own messages, for arguments that fit no transposed convolution.
+    As `conv_transpose2d`, with three values for depth, height and width.
     """
     return conv_transpose(3, input, weight, bias, stride, padding, output_padding, groups, dilation)

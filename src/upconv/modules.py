@@ -151,24 +151,16 @@ class ConvTranspose1d(nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
-    """Drop-in for `torch.nn.ConvTranspose2d`: same arguments, weights and results, faster.
-
-    Shape: ``(batch, in_channels, height, width)`` or without the batch in; each size out is
-    ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
-
-    A pickle of it needs upconv where it is loaded; that of an accelerated model, or a state_dict, does not.
+    """Drop-in for `torch.nn.ConvTranspose2d`, like `ConvTranspose1d`, of images: ``(batch, in_channels, height,
+    width)``, or without the batch.
     """
 
     forward = _forward_of(nn.ConvTranspose2d)
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """Drop-in for `torch.nn.ConvTranspose3d`: same arguments, weights and results, faster.
-
-    Shape: ``(batch, in_channels, depth, height, width)`` or without the batch in; each size out is
-    ``(n-1)*stride - 2*padding + dilation*(kernel-1) + output_padding + 1``.
-
-    A pickle of it needs upconv where it is loaded; that of an accelerated model, or a state_dict, does not.
+    """Drop-in for `torch.nn.ConvTranspose3d`, like `ConvTranspose1d`, of volumes: ``(batch, in_channels, depth,
+    height, width)``, or without the batch.
     """
 
     forward = _forward_of(nn.ConvTranspose3d)

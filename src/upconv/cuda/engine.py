@@ -305,10 +305,6 @@ class Loaded:
         with torch.cuda.device(self.index):
             return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
 
-    def has(self, pass_: Pass) -> bool:
-        """Whether a pass was asked for."""
-        return _NAMES[pass_] in vars(self)
-
 
 _NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "input", "grad-weight": "weight"}
 
@@ -385,8 +381,6 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
 
 def is_loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     """Whether a pass's kernels are."""
-    of = loaded(plan, index)
-    if not of.has(pass_):
-        return False
-    runner: Runner | WeightRunner | None = getattr(of, _NAMES[pass_])
-    return runner is None or runner.prepared.loaded
+    asked = vars(loaded(plan, index))
+    runner: Runner | WeightRunner | None = asked.get(_NAMES[pass_])
+    return _NAMES[pass_] in asked and (runner is None or runner.prepared.loaded)
