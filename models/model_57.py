@@ -701,6 +701,7 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // The orders of a block's roles, see claims.cuh.
@@ -724,6 +725,7 @@ static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * T::K_STEPS;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -749,7 +751,7 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant) * T::K_STEPS;
+  return (end_entry(variant, b) - first_entry(variant, b)) * T::K_STEPS;
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
@@ -877,7 +879,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = left;
+        int stretch = left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -919,8 +921,8 @@ __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = left, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage);
+    int left = G::steps_of(variant, 0), whole = left / 6;
+    stages += whole + (left % 6 / G::K_STEPS);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1234,6 +1236,11 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1254,7 +1261,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1264,15 +1271,13 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
-
 template <class C>
 struct StepOf {
 using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1280,25 +1285,29 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
+    wgmma_wait<1>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
-// Few steps: all blocks of a chunk are one stretch, without a loop.
+// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
+// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
+// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
 
 template <class C>
 struct ChunkOf : StepOf<C> {
@@ -1307,43 +1316,32 @@ using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
-static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
 
-static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]) * G::K_STEPS;
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP / G::K_STEPS];
+  S::step(acc[0], a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
 }
-static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::K_STEPS, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first)>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first>(steps, acc, a, weights, pixels, lane);
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, lane);
+  u32 a[C::fragment_sets][4];
+  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
+  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  weights.load(a[0], 0);
+#pragma unroll 1
+  while (left > 0) {
+    Pixels shifted = pixels;
+    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    entry += C::taps_unrolled;
+    if (--left) begin = TAP_ROW<C>[entry];
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
+    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1508,6 +1506,9 @@ using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
@@ -2627,9 +2628,10 @@ struct Forward {
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = -2, box_units = 17, column_pad = 2;
   static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, ring_fragments = 36;
   static constexpr int cout = 64, taps = 9, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6;
-  static constexpr int entries[2] = {0, 9}, tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134};
-  static constexpr int tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0}, first_of_stretches[1] = {0}, run_groups = 8;
-  static constexpr int store_unit = 8, producer_registers = 48, consumer_registers = 208;
+  static constexpr int taps_unrolled = 3, fragment_sets = 3, entries[2] = {0, 9};
+  static constexpr int tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
+  static constexpr int round_shifts[3] = {0, 1, 2}, run_groups = 8, store_unit = 8, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
   static constexpr bool claimed = true;
 };
@@ -2645,9 +2647,10 @@ struct GradInput {
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = 0, box_units = 17, column_pad = 0;
   static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, ring_fragments = 36;
   static constexpr int cout = 64, taps = 9, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6;
-  static constexpr int entries[2] = {0, 9}, tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134};
-  static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, first_of_stretches[1] = {0}, run_groups = 8;
-  static constexpr int store_unit = 8, producer_registers = 48, consumer_registers = 208;
+  static constexpr int taps_unrolled = 3, fragment_sets = 3, entries[2] = {0, 9};
+  static constexpr int tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int round_shifts[3] = {0, 1, 2}, run_groups = 8, store_unit = 8, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
   static constexpr bool claimed = true;
 };

@@ -717,8 +717,8 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, LOOPED };
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
 
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -1278,9 +1278,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
-
-constexpr int FRAGMENT_SETS = 3;                        // of registers
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = 1>
@@ -1292,7 +1290,7 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1300,16 +1298,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1326,7 +1324,7 @@ struct StretchOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
@@ -2634,8 +2632,8 @@ struct Forward {
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = -2, first_h = -4, box_units = 4;
   static constexpr int column_pad = 2, cout_g = 16, split = 0, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1;
   static constexpr int w_stage = 7, ring_fragments = 28, out_step_h = 2, cout = 16, taps = 105, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 4, steps = 1;
-  static constexpr int taps_unrolled = 21, entries[2] = {0, 126};
+  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 4, steps = 2;
+  static constexpr int taps_unrolled = 21, fragment_sets = 3, entries[2] = {0, 126};
   static constexpr int tap_rows[126] = {0, 1, 2, 3, 4, 5, 6, 14, 15, 16, 17, 18, 19, 20, 28, 29, 30, 31, 32, 33, 34, 42, 43, 44, 45, 46, 47, 48, 56, 57, 58, 59, 60, 61, 62, 70, 71, 72, 73, 74, 75, 76, 280, 281, 282, 283, 284, 285, 286, 294, 295, 296, 297, 298, 299, 300, 308, 309, 310, 311, 312, 313, 314, 322, 323, 324, 325, 326, 327, 328, 336, 337, 338, 339, 340, 341, 342, 350, 351, 352, 353, 354, 355, 356, 560, 561, 562, 563, 564, 565, 566, 574, 575, 576, 577, 578, 579, 580, 588, 589, 590, 591, 592, 593, 594, 602, 603, 604, 605, 606, 607, 608, 616, 617, 618, 619, 620, 621, 622, 630, 631, 632, 633, 634, 635, 636};
   static constexpr int tap_indices[252] = {104, -1, 103, -1, 102, -1, 101, -1, 100, -1, 99, -1, 98, -1, 97, 104, 96, 103, 95, 102, 94, 101, 93, 100, 92, 99, 91, 98, 90, 97, 89, 96, 88, 95, 87, 94, 86, 93, 85, 92, 84, 91, 83, 90, 82, 89, 81, 88, 80, 87, 79, 86, 78, 85, 77, 84, 76, 83, 75, 82, 74, 81, 73, 80, 72, 79, 71, 78, 70, 77, -1, 76, -1, 75, -1, 74, -1, 73, -1, 72, -1, 71, -1, 70, 69, -1, 68, -1, 67, -1, 66, -1, 65, -1, 64, -1, 63, -1, 62, 69, 61, 68, 60, 67, 59, 66, 58, 65, 57, 64, 56, 63, 55, 62, 54, 61, 53, 60, 52, 59, 51, 58, 50, 57, 49, 56, 48, 55, 47, 54, 46, 53, 45, 52, 44, 51, 43, 50, 42, 49, 41, 48, 40, 47, 39, 46, 38, 45, 37, 44, 36, 43, 35, 42, -1, 41, -1, 40, -1, 39, -1, 38, -1, 37, -1, 36, -1, 35, 34, -1, 33, -1, 32, -1, 31, -1, 30, -1, 29, -1, 28, -1, 27, 34, 26, 33, 25, 32, 24, 31, 23, 30, 22, 29, 21, 28, 20, 27, 19, 26, 18, 25, 17, 24, 16, 23, 15, 22, 14, 21, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
   static constexpr int run_groups = 1, store_unit = 8, cluster = 1, producer_registers = 56, consumer_registers = 200;
@@ -2656,8 +2654,8 @@ struct GradInput {
   static constexpr int planes = 1, stages_p = 1, stages_s = 2, fetch = 1, first_d = 0, first_h = 0, box_units = 8;
   static constexpr int column_pad = 0, cout_g = 32, split = 2, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1;
   static constexpr int w_stage = 4, ring_fragments = 16, out_step_h = 2, cout = 32, taps = 105, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 4, steps = 1;
-  static constexpr int taps_unrolled = 21, entries[2] = {0, 126};
+  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 4, steps = 2;
+  static constexpr int taps_unrolled = 21, fragment_sets = 3, entries[2] = {0, 126};
   static constexpr int tap_rows[126] = {0, 1, 2, 3, 4, 5, 6, 30, 31, 32, 33, 34, 35, 36, 60, 61, 62, 63, 64, 65, 66, 90, 91, 92, 93, 94, 95, 96, 120, 121, 122, 123, 124, 125, 126, 150, 151, 152, 153, 154, 155, 156, 600, 601, 602, 603, 604, 605, 606, 630, 631, 632, 633, 634, 635, 636, 660, 661, 662, 663, 664, 665, 666, 690, 691, 692, 693, 694, 695, 696, 720, 721, 722, 723, 724, 725, 726, 750, 751, 752, 753, 754, 755, 756, 1200, 1201, 1202, 1203, 1204, 1205, 1206, 1230, 1231, 1232, 1233, 1234, 1235, 1236, 1260, 1261, 1262, 1263, 1264, 1265, 1266, 1290, 1291, 1292, 1293, 1294, 1295, 1296, 1320, 1321, 1322, 1323, 1324, 1325, 1326, 1350, 1351, 1352, 1353, 1354, 1355, 1356};
   static constexpr int tap_indices[252] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9, 17, 10, 18, 11, 19, 12, 20, 13, 21, 14, 22, 15, 23, 16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31, 24, 32, 25, 33, 26, 34, 27, -1, 28, -1, 29, -1, 30, -1, 31, -1, 32, -1, 33, -1, 34, 35, -1, 36, -1, 37, -1, 38, -1, 39, -1, 40, -1, 41, -1, 42, 35, 43, 36, 44, 37, 45, 38, 46, 39, 47, 40, 48, 41, 49, 42, 50, 43, 51, 44, 52, 45, 53, 46, 54, 47, 55, 48, 56, 49, 57, 50, 58, 51, 59, 52, 60, 53, 61, 54, 62, 55, 63, 56, 64, 57, 65, 58, 66, 59, 67, 60, 68, 61, 69, 62, -1, 63, -1, 64, -1, 65, -1, 66, -1, 67, -1, 68, -1, 69, 70, -1, 71, -1, 72, -1, 73, -1, 74, -1, 75, -1, 76, -1, 77, 70, 78, 71, 79, 72, 80, 73, 81, 74, 82, 75, 83, 76, 84, 77, 85, 78, 86, 79, 87, 80, 88, 81, 89, 82, 90, 83, 91, 84, 92, 85, 93, 86, 94, 87, 95, 88, 96, 89, 97, 90, 98, 91, 99, 92, 100, 93, 101, 94, 102, 95, 103, 96, 104, 97, -1, 98, -1, 99, -1, 100, -1, 101, -1, 102, -1, 103, -1, 104};
   static constexpr int run_groups = 3, store_unit = 8, cluster = 1, producer_registers = 56, consumer_registers = 200;

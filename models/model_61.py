@@ -22,16 +22,16 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 7 x 7
-  fragments, 210 KB shared.
+- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+  fragments, 192 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 7 x 7 fragments, 210 KB shared.
+  ring of 8 x 5 fragments, 192 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 172 KB shared.
 
 A block of the forward, whose rings are of shared memory:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 24 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 7 x 7 fragments ----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 8 x 5 fragments ----------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -700,6 +700,7 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // The orders of a block's roles, see claims.cuh.
@@ -724,6 +725,7 @@ static constexpr int SUBTILES = W_SUBTILES;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -749,7 +751,7 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant);
+  return (end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
@@ -877,7 +879,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = left;
+        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -919,8 +921,8 @@ __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = left, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage);
+    int left = G::steps_of(variant, 0), whole = left / 9;
+    stages += whole * ((9 + C::w_stage - 1) / C::w_stage) + (left % 9);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1234,6 +1236,11 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1254,7 +1261,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1264,15 +1271,13 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
-
 template <class C>
 struct StepOf {
 using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1280,25 +1285,29 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
+    wgmma_wait<1>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
-// Few steps: all blocks of a chunk are one stretch, without a loop.
+// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
+// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
+// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
 
 template <class C>
 struct ChunkOf : StepOf<C> {
@@ -1307,43 +1316,32 @@ using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
-static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
 
-static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP];
+  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
 }
-static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first)>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first>(steps, acc, a, weights, pixels, lane);
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, lane);
+  u32 a[C::fragment_sets][4];
+  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
+  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  weights.load(a[0], 0);
+#pragma unroll 1
+  while (left > 0) {
+    Pixels shifted = pixels;
+    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    entry += C::taps_unrolled;
+    if (--left) begin = TAP_ROW<C>[entry];
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
+    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1504,6 +1502,9 @@ using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
@@ -2614,8 +2615,8 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 7 x 7
-// fragments, 210 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+// fragments, 192 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -2623,20 +2624,20 @@ struct Forward {
   static constexpr int tile_h = 8, tile_w = 24, rows_d = 3, rows_h = 10, offsets_d[3] = {-2, -1, 0};
   static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1, stages_p = 2, stages_s = 2;
   static constexpr int fetch = 1, first_d = -2, first_h = -2, box_units = 7, column_pad = 2, cout_g = 48, mb = 1;
-  static constexpr int rows_per_sub = 64, m_groups = 1, w_stage = 7, ring_fragments = 49, cout = 48, taps = 27;
-  static constexpr int sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 7;
-  static constexpr int entries[2] = {0, 27};
+  static constexpr int rows_per_sub = 64, m_groups = 1, w_stage = 5, ring_fragments = 40, cout = 48, taps = 27;
+  static constexpr int sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 8;
+  static constexpr int taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572, 573, 574};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int first_of_stretches[1] = {0}, run_groups = 3, store_unit = 8, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
+  static constexpr int round_shifts[9] = {0, 1, 2, 26, 27, 28, 52, 53, 54}, run_groups = 3, store_unit = 8;
+  static constexpr int producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
   static constexpr bool claimed = true;
 };
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 7 x 7 fragments, 210 KB shared.
+// ring of 8 x 5 fragments, 192 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -2644,13 +2645,13 @@ struct GradInput {
   static constexpr int tile_h = 8, tile_w = 24, rows_d = 3, rows_h = 10, offsets_d[3] = {0, 1, 2};
   static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, planes = 1, stages_p = 2, stages_s = 2;
   static constexpr int fetch = 1, first_d = 0, first_h = 0, box_units = 7, column_pad = 0, cout_g = 48, mb = 1;
-  static constexpr int rows_per_sub = 64, m_groups = 1, w_stage = 7, ring_fragments = 49, cout = 48, taps = 27;
-  static constexpr int sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 7;
-  static constexpr int entries[2] = {0, 27};
+  static constexpr int rows_per_sub = 64, m_groups = 1, w_stage = 5, ring_fragments = 40, cout = 48, taps = 27;
+  static constexpr int sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 8;
+  static constexpr int taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 26, 27, 28, 52, 53, 54, 260, 261, 262, 286, 287, 288, 312, 313, 314, 520, 521, 522, 546, 547, 548, 572, 573, 574};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int first_of_stretches[1] = {0}, run_groups = 3, store_unit = 8, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
+  static constexpr int round_shifts[9] = {0, 1, 2, 26, 27, 28, 52, 53, 54}, run_groups = 3, store_unit = 8;
+  static constexpr int producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
   static constexpr bool claimed = true;
 };
@@ -2747,7 +2748,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({331776}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<81, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 216040), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 197624), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{28, 10, 3, 8, 1},
@@ -2762,7 +2763,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({331776}, grad.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<81, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 216040), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 197624), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{28, 10, 3, 8, 1},

@@ -692,8 +692,8 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, LOOPED };
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
 
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -1249,9 +1249,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
-
-constexpr int FRAGMENT_SETS = 3;                        // of registers
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = 1>
@@ -1263,7 +1261,7 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1271,16 +1269,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1297,7 +1295,7 @@ struct StretchOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
@@ -2493,8 +2491,8 @@ struct Forward {
   static constexpr int stages_p = 2, stages_s = 2, fetch = 1, first_d = -2, first_h = -4, box_units = 7, column_pad = 0;
   static constexpr int cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 7;
   static constexpr int ring_fragments = 42, out_step_h = 1, cout = 64, taps = 75, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, steps = 1, taps_unrolled = 25;
-  static constexpr int entries[2] = {0, 75};
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, steps = 2, taps_unrolled = 25;
+  static constexpr int fragment_sets = 3, entries[2] = {0, 75};
   static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788};
   static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int run_groups = 3, store_unit = 16, producer_registers = 56, consumer_registers = 200;
@@ -2515,8 +2513,8 @@ struct GradInput {
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0, box_units = 3;
   static constexpr int column_pad = 0, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1;
   static constexpr int w_stage = 6, ring_fragments = 18, out_step_h = 2, cout = 32, taps = 75, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 3, steps = 1;
-  static constexpr int taps_unrolled = 18, entries[2] = {0, 90};
+  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 3, steps = 2;
+  static constexpr int taps_unrolled = 18, fragment_sets = 3, entries[2] = {0, 90};
   static constexpr int tap_rows[90] = {0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64, 240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290, 291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516, 517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544};
   static constexpr int tap_indices[180] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11, 17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26, -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35, 41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59, 65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74};
   static constexpr int run_groups = 1, store_unit = 16, producer_registers = 56, consumer_registers = 200;

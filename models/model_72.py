@@ -1110,8 +1110,8 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, LOOPED };
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
 
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -1651,9 +1651,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
-
-constexpr int FRAGMENT_SETS = 3;                        // of registers
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = 2>
@@ -1681,7 +1679,7 @@ template <class C, int PARTS>
 struct StretchOf;
 
 // The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
-// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take FRAGMENT_SETS sets
+// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
 // of registers in turn, high ones keep theirs to the end.
 template <class C>
 struct StretchOf<C, 2> : StepOf<C> {
@@ -1698,7 +1696,7 @@ static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S
 }
 
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[C::taps_unrolled][4], low[FRAGMENT_SETS][4];
+  u32 high[C::taps_unrolled][4], low[C::fragment_sets][4];
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
   weights.load(high[0], 0);
   weights.load(low[0], 1);
@@ -1709,12 +1707,12 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
     wgmma_fence();
     if (i == 0) pixels.template multiply<true>(acc, high[0], shift, k_step, 1, lane);
     else pixels.template multiply<false>(acc, high[i], shift, k_step, 1, lane);
-    pixels.template multiply<false>(acc, low[i % FRAGMENT_SETS], shift, k_step, 0, lane);
+    pixels.template multiply<false>(acc, low[i % C::fragment_sets], shift, k_step, 0, lane);
     wgmma_commit();
     done = weights.in_hand();
     if (i + 1 < C::taps_unrolled) {
       weights.load(high[i + 1], 2 * i + 2);
-      weights.load(low[(i + 1) % FRAGMENT_SETS], 2 * i + 3);
+      weights.load(low[(i + 1) % C::fragment_sets], 2 * i + 3);
     }
     if (i + 1 < C::taps_unrolled) wgmma_wait<1>();
     if ((i + 1 == C::taps_unrolled || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
@@ -2721,8 +2719,8 @@ struct Forward {
   static constexpr int box_units = 18, column_pad = 3, cout_g = 8, mb = 2, subs = 4, rows_per_sub = 16, m_groups = 4;
   static constexpr int w_stage = 6, ring_fragments = 42, out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 32;
   static constexpr int taps = 105, w_subs = 2, blocks_of_w[2] = {0, 1}, subs_d[4] = {0, 0, 1, 1};
-  static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, stages_w = 7, steps = 1, taps_unrolled = 6;
-  static constexpr int entries[3] = {0, 18, 42};
+  static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, stages_w = 7, steps = 2, taps_unrolled = 6;
+  static constexpr int fragment_sets = 3, entries[3] = {0, 18, 42};
   static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
   static constexpr int run_groups = 8, store_unit = 16, producer_registers = 72, consumer_registers = 184;

@@ -25,7 +25,7 @@ Kernels:
 - forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   6 x 6 fragments, 211 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 4 x 7 fragments, 222 KB shared.
+  ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 218 KB shared.
 
@@ -577,6 +577,7 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
+static constexpr int PARTS = 1;  // of an operand
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -588,6 +589,7 @@ static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 static constexpr int PITCH = C::planes * C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane * C::in_step_w + within / C::plane;
@@ -683,7 +685,12 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
+
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
 
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -707,6 +714,7 @@ static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consume
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -733,7 +741,7 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant);
+  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
@@ -861,7 +869,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(t.variant, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = left;
+        int stretch = C::steps == STRAIGHT ? left : left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -901,10 +909,11 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
+  constexpr bool ONE = C::steps == STRAIGHT;
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = left, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage);
+    int left = G::steps_of(variant, 0), longest = ONE ? left : C::taps_unrolled, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1170,7 +1179,7 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
@@ -1218,6 +1227,11 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1238,7 +1252,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1248,7 +1262,9 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
+template <class C, int = C::steps, int PARTS = 1>
+struct ChunkOf;
 
 template <class C>
 struct StepOf {
@@ -1256,7 +1272,7 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1264,16 +1280,20 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
+    wgmma_wait<1>();
+  } else if (C::steps == ROLLED) {
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1284,8 +1304,11 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 
 // Few steps: all blocks of a chunk are one stretch, without a loop.
 
+template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
+template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
+
 template <class C>
-struct ChunkOf : StepOf<C> {
+struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 using Weights = typename S::Weights;
@@ -1321,11 +1344,13 @@ template <int STRETCH>
 static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
+  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
   if (C::stretches == 1 || stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
+    u32 a[C::fragment_sets][4];
     const typename Counting<steps_of(first)>::type steps;
     weights.load(a[0], 0);
-    multiply_from<first>(steps, acc, a, weights, pixels, lane);
+    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
+    else multiply_from<first>(steps, acc, a, weights, pixels, lane);
   } else if constexpr (STRETCH + 1 < C::stretches) {
     multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
   }
@@ -1333,6 +1358,46 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   multiply_stretch<0>(variant, acc, weights, pixels, lane);
+}
+};
+
+// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
+// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
+// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
+
+template <class C>
+struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+using Weights = typename S::Weights;
+using Pixels = typename S::Pixels;
+using Sums = float[G::MB][G::NB][32];
+
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP];
+  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
+}
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+}
+
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  u32 a[C::fragment_sets][4];
+  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
+  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  weights.load(a[0], 0);
+#pragma unroll 1
+  while (left > 0) {
+    Pixels shifted = pixels;
+    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    entry += C::taps_unrolled;
+    if (--left) begin = TAP_ROW<C>[entry];
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
+    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1500,6 +1565,9 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
+
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
 template <int UNIT>
@@ -1638,7 +1706,7 @@ static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
+static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
 static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
@@ -1681,7 +1749,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
+      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
@@ -2537,7 +2605,7 @@ struct Forward {
   static constexpr int rows_per_sub = 32, m_groups = 2, w_stage = 6, ring_fragments = 36, out_step_d = 2;
   static constexpr int out_step_h = 2, out_step_w = 2, cout = 32, taps = 27, w_subs = 2, blocks_of_w[2] = {0, 1};
   static constexpr int variants = 2, subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[2] = {0, 0};
-  static constexpr int stages_w = 6, entries[6] = {0, 2, 6, 6, 10, 18};
+  static constexpr int stages_w = 6, steps = 0, taps_unrolled = 2, fragment_sets = 3, entries[6] = {0, 2, 6, 6, 10, 18};
   static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 325, 390, 0, 1, 65, 66, 325, 326, 390, 391};
   static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
   static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, run_groups = 8, store_unit = 4;
@@ -2548,7 +2616,7 @@ struct Forward {
 
 // =====================================================================================================================
 // Gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 4 x 7 fragments, 222 KB shared.
+// ring of 6 x 5 fragments, 226 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
@@ -2557,12 +2625,13 @@ struct GradInput {
   static constexpr int rows_h = 3, row_step_d = 2, row_step_h = 2, offsets_d[3] = {-1, 0, 1}, offsets_h[3] = {-1, 0, 1};
   static constexpr int planes = 2, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1, box_units = 33;
   static constexpr int column_pad = 3, cout_g = 32, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 7, ring_fragments = 28, out_step_d = 1, out_step_h = 1, out_step_w = 1, cout = 32;
+  static constexpr int w_stage = 5, ring_fragments = 30, out_step_d = 1, out_step_h = 1, out_step_w = 1, cout = 32;
   static constexpr int taps = 27, w_subs = 1, blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, stages_w = 4, entries[2] = {0, 27};
+  static constexpr int subs_w[1] = {0}, stages_w = 6, steps = 1, taps_unrolled = 9, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 65, 1, 130, 195, 131, 260, 325, 261, 390, 455, 391, 520, 585, 521, 650, 715, 651, 780, 845, 781, 910, 975, 911, 1040, 1105, 1041};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, run_groups = 8, store_unit = 16;
+  static constexpr int round_shifts[9] = {0, 65, 1, 130, 195, 131, 260, 325, 261}, run_groups = 8, store_unit = 16;
   static constexpr int producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
   static constexpr bool claimed = true;
@@ -2676,7 +2745,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({221184}, grad.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<54, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 227940), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 232068), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{132, 3, 3, 8, 1},

@@ -1212,7 +1212,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1222,15 +1222,13 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
-
 template <class C>
 struct StepOf {
 using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1238,16 +1236,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1293,7 +1291,7 @@ static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& a
 template <int STRETCH>
 static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   const typename Counting<steps_of(first)>::type steps;
   weights.load(a[0], 0);
   multiply_from<first>(steps, acc, a, weights, pixels, lane);
@@ -2471,9 +2469,10 @@ struct Forward {
   static constexpr int tile_n = 2, tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2;
   static constexpr int stages_s = 2, fetch = 1, box_units = 35, column_pad = 0, cout_g = 64, mb = 1, rows_per_sub = 64;
   static constexpr int m_groups = 1, w_stage = 7, ring_fragments = 20, cout = 64, taps = 5, sub_w = 64, w_subs = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1, entries[2] = {0, 5};
-  static constexpr int tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {4, 3, 2, 1, 0}, first_of_stretches[1] = {0};
-  static constexpr int run_groups = 16, store_unit = 16, producer_registers = 48, consumer_registers = 208;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {4, 3, 2, 1, 0};
+  static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 16, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = false, boxed = false;
   static constexpr bool claimed = true;
 };
@@ -2488,9 +2487,10 @@ struct GradInput {
   static constexpr int tile_n = 2, tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2;
   static constexpr int stages_s = 4, fetch = 1, box_units = 35, column_pad = 0, cout_g = 32, mb = 1, rows_per_sub = 64;
   static constexpr int m_groups = 1, w_stage = 5, ring_fragments = 40, cout = 32, taps = 5, sub_w = 64, w_subs = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 4, entries[2] = {0, 5};
-  static constexpr int tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {0, 1, 2, 3, 4}, first_of_stretches[1] = {0};
-  static constexpr int run_groups = 16, store_unit = 16, producer_registers = 48, consumer_registers = 208;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 4, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 5}, tap_rows[5] = {0, 3, 6, 9, 12}, tap_indices[5] = {0, 1, 2, 3, 4};
+  static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 16, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = true, boxed = false;
   static constexpr bool claimed = true;
 };

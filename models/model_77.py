@@ -22,8 +22,8 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 222 KB shared.
+- forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+  fragments, 218 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
   weights ring of 5 x 6 fragments, 224 KB shared.
 - gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in
@@ -31,7 +31,7 @@ Kernels:
 
 A block of the forward, whose rings are of shared memory:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 7 fragments ----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 8 x 5 fragments ----------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -719,8 +719,8 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, LOOPED };
+// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
+enum Steps { STRAIGHT, ROLLED, LOOPED };
 
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -749,6 +749,7 @@ static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consume
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -774,7 +775,7 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b));
+  return (end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
@@ -904,7 +905,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = C::steps == STRAIGHT ? left : left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
+        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -944,11 +945,10 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = ONE ? left : C::taps_unrolled, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest);
+    int left = G::steps_of(variant, 0), longest = C::taps_unrolled, whole = longest ? left / longest : 0;
+    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (left % longest);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1288,7 +1288,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1297,8 +1297,6 @@ template <int N, int... BEHIND>
 struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-constexpr int FRAGMENT_SETS = 3;                        // of registers
 
 // `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
 template <class C, int = C::steps, int PARTS = 1>
@@ -1310,7 +1308,7 @@ using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1318,16 +1316,20 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
+    wgmma_wait<1>();
+  } else if (C::steps == ROLLED) {
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1336,62 +1338,43 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 }
 };
 
-// Few steps: all blocks of a chunk are one stretch, without a loop.
-
-template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
-template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
+// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
+// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
+// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
 
 template <class C>
-struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
+struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
-static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
 
-static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP];
+  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
 }
-static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  int stretch = variant;
-  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
-  if (C::stretches == 1 || stretch == STRETCH) {
-    u32 a[FRAGMENT_SETS][4];
-    const typename Counting<steps_of(first)>::type steps;
-    weights.load(a[0], 0);
-    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
-    else multiply_from<first>(steps, acc, a, weights, pixels, lane);
-  } else if constexpr (STRETCH + 1 < C::stretches) {
-    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
-  }
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, lane);
+  u32 a[C::fragment_sets][4];
+  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
+  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  weights.load(a[0], 0);
+#pragma unroll 1
+  while (left > 0) {
+    Pixels shifted = pixels;
+    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    entry += C::taps_unrolled;
+    if (--left) begin = TAP_ROW<C>[entry];
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
+    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1403,7 +1386,7 @@ struct StretchOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   weights.load(a[0], 0);
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
 #pragma unroll
@@ -2798,8 +2781,8 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 222 KB shared.
+// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
+// fragments, 218 KB shared.
 // =====================================================================================================================
 
 struct Forward {
@@ -2808,13 +2791,13 @@ struct Forward {
   static constexpr int rows_h = 4, row_step_h = 1, offsets_d[3] = {-1, 0, 1}, offsets_h[4] = {-1, 0, 1, 2}, planes = 1;
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1;
   static constexpr int box_units = 18, column_pad = 3, cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64;
-  static constexpr int m_groups = 1, w_stage = 7, ring_fragments = 42, out_step_d = 2, out_step_h = 2, out_step_w = 2;
-  static constexpr int cout = 64, taps = 27, sub_h = 1, w_subs = 2, blocks_of_w[2] = {-1, 0}, variants = 1;
-  static constexpr int subs_d[1] = {1}, subs_h[1] = {1}, subs_w[1] = {0}, stages_w = 6, steps = 0, taps_unrolled = 9;
+  static constexpr int m_groups = 1, w_stage = 5, ring_fragments = 40, out_step_d = 2, out_step_h = 2, out_step_w = 2;
+  static constexpr int cout = 64, taps = 27, sub_h = 1, w_subs = 2, blocks_of_w[2] = {-1, 0}, subs_d[1] = {1};
+  static constexpr int subs_h[1] = {1}, subs_w[1] = {0}, stages_w = 8, steps = 1, taps_unrolled = 9, fragment_sets = 3;
   static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596, 660, 661, 662};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, run_groups = 8, bares[2] = {0, 2};
+  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, run_groups = 8, bares[2] = {0, 2};
   static constexpr int bares_d[2] = {1, 0}, bares_h[2] = {0, 0}, bares_rows[2] = {1, 0}, store_unit = 4, cluster = 1;
   static constexpr int producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, bare = true;
@@ -2834,9 +2817,9 @@ struct GradInput {
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1;
   static constexpr int box_units = 6, column_pad = 3, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32;
   static constexpr int m_groups = 1, w_stage = 6, ring_fragments = 30, out_step_d = 1, out_step_h = 2, out_step_w = 1;
-  static constexpr int cout = 32, taps = 27, sub_h = 8, w_subs = 1, blocks_of_w[1] = {0}, variants = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 5, steps = 1;
-  static constexpr int taps_unrolled = 18, entries[2] = {0, 36};
+  static constexpr int cout = 32, taps = 27, sub_h = 8, w_subs = 1, blocks_of_w[1] = {0}, subs_d[2] = {0, 0};
+  static constexpr int subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 5, steps = 2, taps_unrolled = 18;
+  static constexpr int fragment_sets = 3, entries[2] = {0, 36};
   static constexpr int tap_rows[36] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361, 362, 370, 371, 372, 380, 381, 382, 390, 391, 392};
   static constexpr int tap_indices[72] = {0, -1, 1, -1, 2, -1, 3, 0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, -1, 6, -1, 7, -1, 8, 9, -1, 10, -1, 11, -1, 12, 9, 13, 10, 14, 11, 15, 12, 16, 13, 17, 14, -1, 15, -1, 16, -1, 17, 18, -1, 19, -1, 20, -1, 21, 18, 22, 19, 23, 20, 24, 21, 25, 22, 26, 23, -1, 24, -1, 25, -1, 26};
   static constexpr int run_groups = 1, store_unit = 4, cluster = 1, producer_registers = 48, consumer_registers = 208;
@@ -2937,7 +2920,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({221184}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<54, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 227728), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 223664), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{72, 4, 3, 8, 1},

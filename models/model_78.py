@@ -684,6 +684,7 @@ struct Walk {
 
 // What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
 
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // The orders of a block's roles, see claims.cuh.
@@ -708,6 +709,7 @@ static constexpr int SUBTILES = C::tile_h * W_SUBTILES;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -733,7 +735,7 @@ static __device__ __forceinline__ int end_entry(int variant, int block = C::mb -
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
 // Of block b, or, STRAIGHT, of all of them.
 static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant);
+  return (end_entry(variant, b) - first_entry(variant, b));
 }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
@@ -861,7 +863,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = left;
+        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -903,8 +905,8 @@ __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = left, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage);
+    int left = G::steps_of(variant, 0), whole = left / 14;
+    stages += whole * ((14 + C::w_stage - 1) / C::w_stage) + (left % 14);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -1218,6 +1220,11 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1238,7 +1245,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1248,15 +1255,13 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
-
 template <class C>
 struct StepOf {
 using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1264,25 +1269,29 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
-    wgmma_wait<0>();
+    weights.end_stretch(steps);
+    if (left) weights.load(a[0], 0);
+    wgmma_wait<1>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
-// Few steps: all blocks of a chunk are one stretch, without a loop.
+// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
+// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
+// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
 
 template <class C>
 struct ChunkOf : StepOf<C> {
@@ -1291,43 +1300,32 @@ using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
-static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
 
-static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
+template <int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  constexpr int shift = C::round_shifts[STEP];
+  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
 }
-static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  u32 a[FRAGMENT_SETS][4];
-  const typename Counting<steps_of(first)>::type steps;
-  weights.load(a[0], 0);
-  multiply_from<first>(steps, acc, a, weights, pixels, lane);
+template <int... STEPS>
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, lane);
+  u32 a[C::fragment_sets][4];
+  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
+  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  weights.load(a[0], 0);
+#pragma unroll 1
+  while (left > 0) {
+    Pixels shifted = pixels;
+    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    entry += C::taps_unrolled;
+    if (--left) begin = TAP_ROW<C>[entry];
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
+    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+  }
+  wgmma_wait<0>();
 }
 };
 
@@ -1492,6 +1490,9 @@ using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
+
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
@@ -2514,11 +2515,11 @@ struct Forward {
   static constexpr int fetch = 1, first_h = -1, box_units = 34, column_pad = 1, cout_g = 32, mb = 1, subs = 2;
   static constexpr int rows_per_sub = 32, m_groups = 1, w_stage = 7, ring_fragments = 42, out_step_h = 2, cout = 32;
   static constexpr int taps = 21, sub_w = 64, w_subs = 1, subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0};
-  static constexpr int stages_w = 6, entries[2] = {0, 28};
+  static constexpr int stages_w = 6, taps_unrolled = 14, fragment_sets = 7, entries[2] = {0, 28};
   static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405, 406, 407, 408};
   static constexpr int tap_indices[56] = {20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
-  static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 16, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
+  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140}, run_groups = 16;
+  static constexpr int store_unit = 16, producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
   static constexpr bool claimed = true;
 };
@@ -2535,11 +2536,11 @@ struct GradInput {
   static constexpr int fetch = 1, first_h = -1, box_units = 34, column_pad = 1, cout_g = 32, mb = 1, subs = 2;
   static constexpr int rows_per_sub = 32, m_groups = 1, w_stage = 7, ring_fragments = 42, out_step_h = 2, cout = 32;
   static constexpr int taps = 21, sub_w = 64, w_subs = 1, subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0};
-  static constexpr int stages_w = 6, entries[2] = {0, 28};
+  static constexpr int stages_w = 6, taps_unrolled = 14, fragment_sets = 7, entries[2] = {0, 28};
   static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405, 406, 407, 408};
   static constexpr int tap_indices[56] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9, 17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20};
-  static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 16, producer_registers = 56;
-  static constexpr int consumer_registers = 200;
+  static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140}, run_groups = 16;
+  static constexpr int store_unit = 16, producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
   static constexpr bool claimed = true;
 };

@@ -1451,7 +1451,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1461,15 +1461,13 @@ struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
 
-constexpr int FRAGMENT_SETS = 3;                        // of registers
-
 template <class C>
 struct StepOf {
 using G = GatherWork<C>;
 using Weights = Fragments<C>;
 using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
-using Sets = u32[FRAGMENT_SETS][4];
+using Sets = u32[C::fragment_sets][4];
 
 // A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
 static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
@@ -1477,16 +1475,16 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Step i of a stretch of `steps`. Fragments take FRAGMENT_SETS sets of registers in turn: one is multiplied by, the one before may
+// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane) {
+// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % FRAGMENT_SETS], shift, i % G::K_STEPS, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
-    weights.load(a[(i + 1) % FRAGMENT_SETS], i + 1);
+    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
     wgmma_wait<0>();
@@ -1538,7 +1536,7 @@ static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, 
   constexpr int first = C::first_of_stretches[STRETCH];  // variant
   int stretch = variant;
   if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
-  u32 a[FRAGMENT_SETS][4];
+  u32 a[C::fragment_sets][4];
   const typename Counting<steps_of(first)>::type steps;
   weights.load(a[0], 0);
   if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
@@ -2837,11 +2835,12 @@ struct Forward {
   static constexpr int rows_per_sub = 64, m_groups = 3, w_stage = 6, ring_fragments = 12, out_step_h = 5;
   static constexpr int out_step_w = 5, cout = 64, taps = 9, w_subs = 5, blocks_of_w[5] = {-1, 0, -1, 1, 2};
   static constexpr int variants = 3, subs_d[3] = {0, 0, 0}, subs_h[3] = {1, 3, 4}, subs_w[3] = {0, 0, 0}, stages_w = 1;
-  static constexpr int entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9}, tap_rows[9] = {0, 0, 1, 0, 0, 1, 65, 65, 66};
-  static constexpr int tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0}, stretches = 1, first_of_stretches[1] = {0};
-  static constexpr int stretches_of[3] = {0, 0, 0}, variant_rows[3] = {0, 0, 65}, run_groups = 8;
-  static constexpr int bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0}, bares_h[2] = {0, 2}, bares_rows[2] = {1, 1};
-  static constexpr int store_unit = 8, cluster = 1, producer_registers = 48, consumer_registers = 208;
+  static constexpr int fragment_sets = 3, entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9};
+  static constexpr int tap_rows[9] = {0, 0, 1, 0, 0, 1, 65, 65, 66}, tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0};
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stretches_of[3] = {0, 0, 0};
+  static constexpr int variant_rows[3] = {0, 0, 65}, run_groups = 8, bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0};
+  static constexpr int bares_h[2] = {0, 2}, bares_rows[2] = {1, 1}, store_unit = 8, cluster = 1;
+  static constexpr int producer_registers = 48, consumer_registers = 208;
   static constexpr bool wgmma = true, channels_last = false, strided_box = false, resident = true, grad_input = false;
   static constexpr bool bare = true, boxed = false, claimed = true;
 };
@@ -2858,7 +2857,8 @@ struct GradInput {
   static constexpr int fetch = 0, cout_g = 32, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5;
   static constexpr int ring_fragments = 30, out_step_h = 1, out_step_w = 1, cout = 32, taps = 9, w_subs = 1;
   static constexpr int blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int stages_w = 6, entries[2] = {0, 9}, tap_rows[9] = {0, 64, 128, 192, 256, 320, 384, 448, 512};
+  static constexpr int stages_w = 6, fragment_sets = 3, entries[2] = {0, 9};
+  static constexpr int tap_rows[9] = {0, 64, 128, 192, 256, 320, 384, 448, 512};
   static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, stretches = 1, first_of_stretches[1] = {0};
   static constexpr int run_groups = 8, store_unit = 16, cluster = 1, producer_registers = 96, consumer_registers = 160;
   static constexpr bool wgmma = true, channels_last = false, strided_box = false, resident = false, grad_input = true;
