@@ -17,6 +17,9 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import while_loop
+from torch._higher_order_ops.map import map as map_over
+from torch._higher_order_ops.scan import scan
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -211,16 +214,61 @@ def test_a_compiled_layer_under_transforms() -> None:
             torch.testing.assert_close(found, TRANSFORMS[name](layer, x), rtol=1e-4, atol=1e-4)
 
 
-def test_the_computing_operators_refuse_derivatives() -> None:
-    x, w = torch.randn(1, 2, 3, 3), torch.randn(2, 3, 2, 2)
-    text = text_of([1, 1], [0, 0], [0, 0], 1, [1, 1])
-    with pytest.raises(RuntimeError, match="conv_transpose_forward has no derivative"):
-        torch.ops.upconv.conv_transpose_forward(x.requires_grad_(), w, None, text)
-    x = x.detach()
-    with pytest.raises(RuntimeError, match="conv_transpose_forward has no forward-mode derivative"):
-        jvp(lambda t: torch.ops.upconv.conv_transpose_forward(t, w, None, text), (x,), (x,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="has no forward-mode derivative"):
-        torch.ops.upconv.conv_transpose_backward(torch.randn(1, 3, 4, 4), forward_ad.make_dual(x, x), w, text, 1)
+def test_derivatives_of_the_computing_operators_are_pytorchs() -> None:
+    """For those who derive a graph that has them: of every order, and in forward mode."""
+    x, w, b = (torch.randn(*n, dtype=torch.float64) for n in ((1, 2, 3, 3), (2, 3, 2, 2), (3,)))
+    numbers = [2, 2], [1, 1], [0, 0], 1, [1, 1]
+    text, g = text_of(*numbers), torch.randn(1, 3, 4, 4, dtype=torch.float64)
+    backward = torch.ops.upconv.conv_transpose_backward
+
+    def forward(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        return torch.ops.upconv.conv_transpose_forward(x, w, b, text)
+
+    def stock(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        return torch.conv_transpose2d(x, w, b, *numbers)
+
+    def both(g: Tensor, x: Tensor, w: Tensor) -> Any:
+        return backward(g, x, w, text, 3)
+
+    torch.testing.assert_close(jvp(forward, (x, w, b), (x, w, b)), jvp(stock, (x, w, b), (x, w, b)))
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    assert torch.autograd.gradcheck(forward, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(forward, leaves)
+    assert torch.autograd.gradcheck(both, [g.requires_grad_(), x, w], check_forward_ad=True)
+    for mask, sizes in ((1, (x.numel(), 0)), (2, (0, w.numel()))):
+        assert tuple(t.numel() for t in backward(g, x, w, text, mask)) == sizes
+
+
+def _loop(layer: nn.Module, x: Tensor) -> Any:
+    return while_loop(lambda i, t: i < 2, lambda i, t: (i + 1, layer(t)), (torch.tensor(0), x))[1]
+
+
+CONTROL: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "cond": lambda layer, x: torch.cond(x.sum() > 0, lambda t: layer(t).relu(), lambda t: layer(t) * 2, (x,)),
+    "map": lambda layer, x: map_over(lambda t: layer(t), x[:, None]),
+    "scan": lambda layer, x: scan(lambda carry, t: (layer(carry), t * 2), x, x[:, 0])[0],
+    "while": _loop,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize(("name", "backend"), diagonal(list(CONTROL), (None, "aot_eager")))
+def test_control_flow_of_a_graph(name: str, backend: str | None, engine: str) -> None:
+    """PyTorch traces what is inside below autograd, and derives it itself."""
+    layer, x = upconv.ConvTranspose2d(4, 4, 3, 1, 1), torch.randn(2, 4, 5, 6)
+    stock = nn.ConvTranspose2d(4, 4, 3, 1, 1)
+    stock.load_state_dict(layer.state_dict())
+
+    def run(layer: nn.Module) -> list[Tensor]:
+        def call(t: Tensor) -> Any:
+            return CONTROL[name](layer, t)
+
+        compiled = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            found = [compiled(x)]
+        return found if name == "while" else [*found, *step(compiled, x, layer.parameters())]
+
+    torch.testing.assert_close(run(layer), run(stock), rtol=1e-4, atol=1e-4)
 
 
 # --- whose operator --------------------------------------------------------------------------------------------------

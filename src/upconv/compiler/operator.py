@@ -7,8 +7,9 @@ tensors, and becomes one of two things.
   leaves the call to PyTorch.
 - *Ours*: ``upconv::conv_transpose_forward``, and ``upconv::conv_transpose_backward`` in the graph of the gradients.
 
-These two only compute. They have no derivatives and raise where one would be needed. Their kernels are registered for
-the autograd keys too, so that a compiled graph enters Python once a call.
+These two only compute. Where someone derives a graph that has them, as PyTorch's ``scan`` does, PyTorch's operator runs
+in their place. Their kernels are registered for the autograd keys too, so that a compiled graph enters Python once a
+call.
 """
 
 from __future__ import annotations
@@ -66,9 +67,18 @@ def _theirs(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
     return out
 
 
+def _below_autograd() -> bool:
+    """Whether someone else takes the derivatives, as PyTorch does around the branches of ``torch.cond``."""
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return excluded
+
+
 def _is_dual(t: Tensor | None) -> bool:
-    """Whether a tensor has a tangent. Levels that a graph enters are unknown to `torch.autograd.forward_ad`."""
-    return t is not None and torch._VF._unpack_dual(t, 0)[1] is not None
+    """Whether a tensor has a tangent. Levels that a graph enters are unknown to `torch.autograd.forward_ad`.
+
+    Below autograd none is seen, and ``_unpack_dual`` fails.
+    """
+    return t is not None and not _below_autograd() and torch._VF._unpack_dual(t, 0)[1] is not None
 
 
 def _planned(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> planner.Plan | None:
@@ -135,21 +145,32 @@ class _ConvTranspose(torch.autograd.Function):
 def _gradients(
     grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    asked = [mask[0], mask[1]]
-    if not any(asked):
+    if not any(mask[:2]):
         return None, None
-    if torch.is_grad_enabled() or dispatch.transforms_active() or any(map(_is_dual, (grad, input, weight))):
-        stride, padding, output_padding, groups, dilation = arguments_of(text)
-        rounded = weight.to(input.dtype)
-        found = torch.ops.aten.convolution_backward(
-            grad, input, rounded, None, stride, padding, dilation, True, output_padding, groups, [*asked, False]
-        )
-        return (found[0] if asked[0] else None), (found[1].to(weight.dtype) if asked[1] else None)
-    found = torch.ops.upconv.conv_transpose_backward(grad, input, weight, text, asked[0] + 2 * asked[1])
-    return (found[0] if asked[0] else None), (found[1] if asked[1] else None)
+    derived = torch.is_grad_enabled() or dispatch.transforms_active() or any(map(_is_dual, (grad, input, weight)))
+    compute = _their_gradients if derived else torch.ops.upconv.conv_transpose_backward
+    found = compute(grad, input, weight, text, mask[0] + 2 * mask[1])
+    return (found[0] if mask[0] else None), (found[1] if mask[1] else None)
 
 
 # --- the operators that compute --------------------------------------------------------------------------------------
+
+
+def _their_forward(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
+    bias = None if bias is None else bias.to(input.dtype)
+    return _theirs(input, weight.to(input.dtype), bias, *arguments_of(text))
+
+
+def _their_gradients(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: int) -> tuple[Tensor, Tensor]:
+    stride, padding, output_padding, groups, dilation = arguments_of(text)
+    asked = [bool(mask & 1), bool(mask & 2), False]
+    found = torch.ops.aten.convolution_backward(
+        grad, input, weight.to(input.dtype), None, stride, padding, dilation, True, output_padding, groups, asked
+    )
+    return (
+        found[0] if asked[0] else grad.new_empty(0),
+        found[1].to(weight.dtype) if asked[1] else grad.new_empty(0),
+    )
 
 
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tensor:
@@ -215,15 +236,18 @@ def _fake_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask:
     return like(input, mask & 1), like(weight, mask & 2)
 
 
-def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel for autograd's keys: computes at once, where neither a mode nor a subclass of Tensor wants to see."""
+def _recorded(name: str, run: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel for autograd's keys: computes at once, where neither a mode nor a subclass of Tensor wants to see.
+
+    ``theirs`` is by PyTorch's operator, which has derivatives of all kinds.
+    """
 
     def kernel(*given: Any) -> Any:
         tensors = [t for t in given[:3] if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise RuntimeError(f"upconv::{name} has no derivative; call upconv::conv_transpose, which has")
+            return theirs(*given)
         if (forward_ad._current_level >= 0 or dispatch.transforms_active()) and any(map(_is_dual, tensors)):
-            raise RuntimeError(f"upconv::{name} has no forward-mode derivative; call upconv::conv_transpose, which has")
+            return theirs(*given)
         if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in dispatch.PLAIN for t in tensors):
             flops.teach()
             with torch._C._AutoDispatchBelowAutograd():
@@ -233,13 +257,13 @@ def _recorded(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-for _name, _call, _shapes in (
-    ("conv_transpose_forward", _run, _fake),
-    ("conv_transpose_backward", _run_backward, _fake_backward),
+for _name, _call, _derived, _shapes in (
+    ("conv_transpose_forward", _run, _their_forward, _fake),
+    ("conv_transpose_backward", _run_backward, _their_gradients, _fake_backward),
 ):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _call, _key)
-        _LIBRARY.impl(_name, _recorded(_name, _call), f"Autograd{_key}")
+        _LIBRARY.impl(_name, _recorded(_name, _call, _derived), f"Autograd{_key}")
     torch.library.register_fake(f"upconv::{_name}", _shapes, lib=_LIBRARY)
 for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
     _LIBRARY.impl("conv_transpose", _composite, _key)
