@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -53,12 +54,20 @@ def test_a_row_a_layer() -> None:
     assert shown == [
         ("up", "ConvTranspose2d 8->8 k4 s2 p1", "2x8x4x4", "cpu", "upconv (shuffle)", "forced by a test", 2),
         ("last", "ConvTranspose2d 8->3 k3 s1 p1x0", "2x8x8x8", "cpu", "PyTorch", "it is not accelerated", 1),
-        ("unused", "ConvTranspose2d 3->3 k3 s1 p0", "", "", "", "the model did not call it on this example", 1),
+        ("unused", "ConvTranspose2d 3->3 k3 s1 p0", "", "", "", "no call of it was seen on this example", 1),
     ]
     assert found.closing == (
         "On a CPU PyTorch's own operator computes 1 of 3 calls (since it is not accelerated), upconv 2. "
         "Gradients on a CPU are PyTorch's."
     )
+
+
+def test_a_compiled_model_is_run_outside_of_its_graphs() -> None:
+    model = torch.compile(upconv.accelerate(Net()), backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = upconv.summary(model, (2, 3, 8, 8))
+    assert [(row.name, row.calls) for row in found.rows][:2] == [("_orig_mod.up", 2), ("_orig_mod.last", 1)]
 
 
 def test_reasons_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:

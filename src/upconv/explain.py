@@ -183,7 +183,7 @@ def model_explanation(title: str, lines: Sequence[tuple[Call, Plan]], ceilings: 
     """A line for each transposed convolution of a model, and a sentence for all, for a rich console."""
     shown: list[RenderableType] = [Text(title, style="bold")]
     if not lines:
-        nothing = "The model calls no transposed convolution on this input, so upconv has nothing to compute."
+        nothing = "No call of a transposed convolution module was seen on this input; calls of functions are not seen."
         return Group(*shown, Text(nothing))
     grid = Table(header_style="bold", pad_edge=False, box=None)
     grid.add_column("module", no_wrap=True)

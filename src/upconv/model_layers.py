@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,8 @@ def described(
     with ExitStack() as stack:
         for name, module in listed:
             stack.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
+        if "torch._dynamo" in sys.modules:  # a graph of a compiled model would have the hooks in it, or refuse them
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         run()
     return calls
 

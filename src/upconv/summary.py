@@ -70,7 +70,7 @@ class Summary:
         if called:
             lines = [_closing(device, called) for device in dict.fromkeys(row.device for row in called)]
         elif self.rows:
-            lines = ["The model called none of its convolutions on this example."]
+            lines = ["No call of its convolutions was seen on this example; calls of forward alone are not seen."]
         else:
             lines = ["The model has no transposed convolution module to list; calls of functions are not listed."]
         if self.scripted:
@@ -142,7 +142,7 @@ def summary(model: nn.Module, *example: Any) -> Summary:
     Args:
         model: any module, accelerated or not; its transposed convolutions are listed, and plain ones if some are
             accelerated. Scripted modules are PyTorch's and are not listed. A model with such or lazy layers is run as a
-            copy.
+            copy. Of a compiled model the rows tell what runs outside of its graphs.
         example: the model's arguments, tensors or shapes, as for `upconv.warmup`.
 
     Returns:
@@ -175,7 +175,7 @@ def summary(model: nn.Module, *example: Any) -> Summary:
     for name, module in listed:
         rows += [replace(row, name=name, calls=count) for row, count in calls[name].items()]
         if not calls[name]:
-            rows.append(Row(name, _layer(module), "", "", "", "", "", "the model did not call it on this example"))
+            rows.append(Row(name, _layer(module), "", "", "", "", "", "no call of it was seen on this example"))
     return Summary(rows, scripted)
 
 
