@@ -28,12 +28,16 @@ CASES = suites.SUITES["kernelbench"]
     [
         ("y = self.conv_transpose2d(x)", "self.conv_transpose2d"),
         ("y = torch.cudnn_convolution_transpose(x)", "cudnn_convolution_transpose"),
+        ("y = torch.convolution(x, w)", "torch.convolution"),
+        ("y = F.conv_transpose2d(x, w)", "torch.nn.functional"),
         ("from torch.nn import functional as F", "torch.nn.functional"),
+        ("import torch.nn.functional as f", "nn.functional"),
         ("import numpy", "numpy"),
         ("try:\n    x = 1\nfinally:\n    x = 2", "try"),
         ("layer = nn.Linear(1, 1)", "a layer"),
         ('CUDA = """\nfor (int pass = 0; pass < 2; pass++) {}\n"""', "the word pass"),
         ('CUDA = """\nauto y = at::conv_transpose2d(x);\n"""', "at::conv_transpose2d"),
+        ('CUDA = """\ntorch::nn::ConvTranspose2d layer(o);\n"""', "torch::nn::ConvTranspose2d"),
         ('CUDA = """\ncudnnConvolutionForward(h);\n"""', "cudnnConvolutionForward"),
     ],
 )
@@ -175,7 +179,7 @@ def test_a_file_that_calls_pytorchs_convolution_has_no_speed(small: Path) -> Non
     path.write_text(FILE.replace("return y * FACTOR", "return torch.conv2d(x, w)").replace("SLOPE", "1"))
     found = exported.row("kb57", path, CPU)
     line = 1 + path.read_text().splitlines().index("        return torch.conv2d(x, w)")
-    assert found["failure"] == f"KernelBench would refuse model_57.py: line {line} calls torch.conv2d"
+    assert found["failure"] == f"KernelBench would refuse model_57.py: line {line} has a convolution: torch.conv2d("
     assert found["ours_ms"] is None and found["rules"] == "do not"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -77,8 +76,6 @@ def build(paths: Mapping[str, Path], tell: Callable[..., object]) -> dict[str, f
 
 # --- the static check ------------------------------------------------------------------------------------------------
 
-_CONVOLUTIONS = r"(?:\w*conv(?:_transpose)?[123]d|conv1d_transpose|_?(?:cudnn|mkldnn|miopen)?_?convolution\w*)"
-_NATIVE = re.compile(r"\b(?:at|torch)::(?:\w+::)*\w*conv\w*|\bcudnn\w*\s*\(|#\s*include\s*[<\"]cudnn", re.IGNORECASE)
 _RULES = (
     (r"\bpass\b", "the word pass"),
     (r"\btry\s*:|\bexcept\b", "a try, which could fall back to PyTorch"),
@@ -87,46 +84,28 @@ _RULES = (
     (r"torch\.cuda\.Event|torch\.cuda\.synchronize|\btime\.time\b", "what times are taken by"),
     (r"torch\.cuda\.[Ss]tream|\.wait_stream\(|\.record_stream\(", "streams"),
     (r"\bnn\.(?!Module\b|Parameter\b|ParameterList\b|ParameterDict\b|ModuleList\b|ModuleDict\b|init\b)\w+", "a layer"),
+    (r"\bnn import functional\b|\bF\.\w+\(", "torch.nn.functional"),
+    # PyTorch's, also of a layer that the model holds, and in C++ text.
+    (r"[\w.:]*\b(?:\w*conv(?:_transpose)?[123]d|conv1d_transpose|\w*_convolution\w*|convolution)\(", "a convolution"),
+    (r"(?i:\b(?:at|torch)::(?:\w+::)*\w*conv\w*|\bcudnn\w*\()", "a convolution in C++"),
 )
-"""What KernelBench's static check finds errors in, or warns of, with its name."""
+"""What KernelBench's static check, or its intent, finds errors in or warns of, with its name."""
 
 
 def refusal(text: str) -> str | None:
     """Why KernelBench's static check, or its intent, would refuse a file; None when it would not.
 
-    Refused are what `_RULES` name outside of comments, calls of a convolution of PyTorch's (also of a layer that the
-    model holds), ``torch.nn.functional``, imports beside torch and the standard library, and convolutions of PyTorch's
-    or cuDNN's in C++ text.
+    Refused are what `_RULES` name outside of comments, and imports beside torch and the standard library.
     """
-    for node in ast.walk(ast.parse(text)):
-        if (reason := _refused(node)) is not None:
-            return f"line {getattr(node, 'lineno', 0)} {reason}"
+    allowed = {"torch", *sys.stdlib_module_names}
     for number, line in enumerate(text.splitlines(), 1):
         code = re.sub(r"(#|//).*", "", line)
         for rule, what in _RULES:
             if found := re.search(rule, code):
                 return f"line {number} has {what}: {found[0].strip()}"
-    return None
-
-
-def _refused(node: ast.AST) -> str | None:
-    """What a file's syntax tree may not have, in words."""
-    modules: list[str] = []
-    match node:
-        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called)) if re.fullmatch(_CONVOLUTIONS, called):
-            return f"calls {ast.unparse(node.func)}"
-        case ast.Attribute(value=value, attr="functional") if ast.unparse(value).endswith("nn"):
-            return "uses torch.nn.functional"
-        case ast.Constant(value=str(value)) if "\n" in value and (native := _NATIVE.search(value)):
-            return f"begins a text that calls {native[0].strip()}"
-        case ast.Import():
-            modules = [alias.name for alias in node.names]
-        case ast.ImportFrom():
-            modules = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
-    allowed = {"torch", *sys.stdlib_module_names}
-    for module in modules:
-        if module.startswith("torch.nn.functional") or module.split(".")[0] not in allowed:
-            return f"imports {module}"
+        imported = re.match(r"\s*(?:import|from) (\w+)", code)
+        if imported and imported[1] not in allowed:
+            return f"line {number} imports {imported[1]}"
     return None
 
 
