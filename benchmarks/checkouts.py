@@ -165,7 +165,7 @@ def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
     with precision_flags(p.precision):
         given = operands(p, device, 0)
         first = {name: [t.double() for t in side.work(p, given)()] for name, side in sides.items()}
-        apart = max(float((a - b).norm() / a.norm()) for a, b in zip(first["old"], first["new"]))
+        apart = float(torch.stack([(a - b).norm() / a.norm() for a, b in zip(first["old"], first["new"])]).max())
         del first
         for side in sides.values():
             side.work(p, given)()

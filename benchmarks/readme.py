@@ -105,7 +105,7 @@ def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
             lowest = min(ratios, key=lambda name: float(ratios[name]))
             below = [f"{name} {times(ratio)}" for name, ratio in ratios.items() if ratio < 1]
             count = f"{len(ratios)} of {len(mine)}" if len(ratios) < len(mine) else str(len(mine))
-            yield _where(found), [
+            yield tables.where(found), [
                 f"[{stem}](../benchmarks/results/{stem}.json)", what, packed, count,
                 times(report.geometric_mean([*ratios.values()])), f"{lowest} {times(ratios[lowest])}",
                 ", ".join(below) or "none", at, found["when"][:10],
@@ -142,13 +142,6 @@ def _name(row: Row, rows: Sequence[Row]) -> str:
     """A row's case; with its layout where its report has both and the case does not say it."""
     both = len({other.get("layout") for other in rows}) > 1
     return f"{row['case']} {row['layout']}" if both and row["layout"] not in row["case"] else str(row["case"])
-
-
-def _where(found: Mapping[str, Any]) -> str:
-    device, versions = found["device"], found["versions"]
-    if device["type"] == "cpu":
-        return f"CPU ({device['name']}, {device['threads']} threads), PyTorch {versions['torch']}"
-    return f"{device['name']}, PyTorch {versions['torch']}, cuDNN {versions['cudnn']}"
 
 
 def reports() -> str:
@@ -237,7 +230,7 @@ def layers() -> str:
                 in_ms = head.endswith("ms") and row[key] is not None
                 line.append(f"{row[key]:.3f}" if in_ms else times(row[key]))
     heads = ["case", "layer", *(f"{name} {head}" for name in kinds for head in columns)]
-    return f"{table(heads, list(cells.values()), 2)}\n\n{_conditions(kinds['TF32'])}"
+    return f"{table(heads, list(cells.values()), 2)}\n\n{tables.conditions(kinds['TF32'])}."
 
 
 def rounding() -> str:
@@ -252,7 +245,7 @@ def rounding() -> str:
             shares = [f"{of['tolerance_used']:.2g}" for of in (row, exact)]
             cells.append([row["case"], *errors, shares[0], times(row["ratio"]), shares[1], times(exact["ratio"])])
     heads = ["case", "TF32: upconv's error", "PyTorch's error", "of tolerance", "ratio", "IEEE: of tolerance", "ratio"]
-    return f"{table(heads, cells, 1)}\n\n{_conditions(found)}"
+    return f"{table(heads, cells, 1)}\n\n{tables.conditions(found)}."
 
 
 def as_shown(stem: str) -> str:
@@ -262,7 +255,9 @@ def as_shown(stem: str) -> str:
     cells = [[str(column.text(row)) for column in shown] for row in found["rows"]]
     words = sum(column.words for column in shown)
     summary = [f"{line}." for line in tables.summary(found)]
-    return "\n\n".join([*summary, table([column.head for column in shown], cells, words), _conditions(found)])
+    return "\n\n".join(
+        [*summary, table([column.head for column in shown], cells, words), tables.conditions(found) + "."]
+    )
 
 
 def host() -> str:
@@ -271,7 +266,7 @@ def host() -> str:
     for row in found["rows"]:
         us = (row["torch_us"], row["ours_us"], row["ours_us"] - row["torch_us"])
         cells.append([row["dtype"], row["mode"], *(f"{value:.1f}" for value in us)])
-    return f"{table(['dtype', 'mode', 'PyTorch us', 'upconv us', 'added us'], cells, 2)}\n\n{_conditions(found)}"
+    return f"{table(['dtype', 'mode', 'PyTorch us', 'upconv us', 'added us'], cells, 2)}\n\n{tables.conditions(found)}."
 
 
 def shapes() -> str:
@@ -283,7 +278,7 @@ def shapes() -> str:
     }  # fmt: skip
     found = load("h200-shapes")
     cells = [[row[key] if key == "shape" else f"{row[key]:.3g}" for key in heads.values()] for row in found["rows"]]
-    return f"{table(list(heads), cells, 1)}\n\n{_conditions(found)}"
+    return f"{table(list(heads), cells, 1)}\n\n{tables.conditions(found)}."
 
 
 def cold() -> str:
@@ -293,7 +288,7 @@ def cold() -> str:
     for pass_, key in (("fwd", "fwd_s"), ("grad-input", "grad_input_s"), ("grad-weight", "grad_weight_s")):
         values = [row[key] for row in found["rows"] if row[key] is not None]
         cells.append([PASSES[pass_], f"{median(values):.2g}", f"{max(values):.2g}"])
-    return f"{table(['pass', 'median s', 'longest s'], cells, 1)}\n\n{len(found['rows'])} rows. {_conditions(found)}"
+    return f"{table(['pass', 'median s', 'longest s'], cells, 1)}\n\n{len(found['rows'])} rows. {tables.conditions(found)}."
 
 
 def cpu() -> str:
@@ -305,11 +300,7 @@ def cpu() -> str:
         line = cells.setdefault(row["case"], [row["case"], row["layer"].split(" on ")[0], *[""] * len(layouts)])
         line[2 + layouts.index(row["layout"])] = "–" if row["engine"] == "torch" else times(row["ratio"])
     heads = ["case", "layer", *(LAYOUTS[layout] for layout in layouts)]
-    return f"{table(heads, list(cells.values()), 2)}\n\n{_conditions(found)}"
-
-
-def _conditions(found: Any) -> str:
-    return f"{_where(found)}, commit {found['commit'][:7]}, {found['when'][:10]}."
+    return f"{table(heads, list(cells.values()), 2)}\n\n{tables.conditions(found)}."
 
 
 # --- the pages -------------------------------------------------------------------------------------------------------

@@ -97,6 +97,11 @@ def test_a_model_that_is_wrong_has_no_time(compiled: bool, mode: Any, factor: fl
     assert ("(compiled, with upconv)" in str(row["failure"])) == compiled
 
 
+def test_a_nan_behind_a_right_value_is_wrong() -> None:
+    ours, theirs = ([("the losses", 0.1, [torch.ones(()), torch.tensor(v)])] for v in (float("nan"), 1.0))
+    assert training._wrong(ours, theirs) == "the losses differ by nan" and training._wrong(theirs, theirs) is None
+
+
 # --- frozen ----------------------------------------------------------------------------------------------------------
 
 

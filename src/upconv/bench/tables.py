@@ -163,16 +163,17 @@ def title(found: Report) -> str:
     return " · ".join(("upconv bench", *words))
 
 
-def conditions(found: Report) -> str:
-    """Where and with what a report was measured, in a line."""
+def where(found: Report) -> str:
+    """The device and the versions of a report."""
     device, versions = found["device"], found["versions"]
-    parts = [str(device.get("name"))]
-    if device.get("type") == "cpu":
-        parts.append(f"{device.get('threads')} threads, {device.get('capability')}")
-    parts += [f"upconv {versions.get('upconv')}", f"PyTorch {versions.get('torch')}"]
-    key, name = ("cudnn", "cuDNN") if device.get("type") == "cuda" else ("onednn", "oneDNN")
-    parts += [f"{name} {versions[key]}"] if versions.get(key) else []
-    return " · ".join([*parts, found["when"][:10]])
+    if device["type"] == "cpu":
+        return f"CPU ({device['name']}, {device['threads']} threads), PyTorch {versions['torch']}"
+    return f"{device['name']}, PyTorch {versions['torch']}, cuDNN {versions['cudnn']}"
+
+
+def conditions(found: Report) -> str:
+    """Where, of what commit and when a report was measured, in a line."""
+    return f"{where(found)}, commit {(found['commit'] or 'unknown')[:7]}, {found['when'][:10]}"
 
 
 def ceiling_text(ceilings: Any) -> str:
