@@ -49,6 +49,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> 
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
+def of(found: Mapping[str, Any], heads: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> str:
+    """A table with the conditions of its report."""
+    return f"{table(heads, rows, numeric)}\n\n{tables.conditions(found)}."
+
+
 def times(ratio: float | None) -> str:
     """A ratio as `tables` has it."""
     return "failed" if ratio is None else tables.times(ratio)
@@ -230,7 +235,7 @@ def layers() -> str:
                 in_ms = head.endswith("ms") and row[key] is not None
                 line.append(f"{row[key]:.3f}" if in_ms else times(row[key]))
     heads = ["case", "layer", *(f"{name} {head}" for name in kinds for head in columns)]
-    return f"{table(heads, list(cells.values()), 2)}\n\n{tables.conditions(kinds['TF32'])}."
+    return of(kinds["TF32"], heads, list(cells.values()), 2)
 
 
 def rounding() -> str:
@@ -245,7 +250,7 @@ def rounding() -> str:
             shares = [f"{of['tolerance_used']:.2g}" for of in (row, exact)]
             cells.append([row["case"], *errors, shares[0], times(row["ratio"]), shares[1], times(exact["ratio"])])
     heads = ["case", "TF32: upconv's error", "PyTorch's error", "of tolerance", "ratio", "IEEE: of tolerance", "ratio"]
-    return f"{table(heads, cells, 1)}\n\n{tables.conditions(found)}."
+    return of(found, heads, cells, 1)
 
 
 def as_shown(stem: str) -> str:
@@ -266,7 +271,7 @@ def host() -> str:
     for row in found["rows"]:
         us = (row["torch_us"], row["ours_us"], row["ours_us"] - row["torch_us"])
         cells.append([row["dtype"], row["mode"], *(f"{value:.1f}" for value in us)])
-    return f"{table(['dtype', 'mode', 'PyTorch us', 'upconv us', 'added us'], cells, 2)}\n\n{tables.conditions(found)}."
+    return of(found, ["dtype", "mode", "PyTorch us", "upconv us", "added us"], cells, 2)
 
 
 def shapes() -> str:
@@ -278,7 +283,7 @@ def shapes() -> str:
     }  # fmt: skip
     found = load("h200-shapes")
     cells = [[row[key] if key == "shape" else f"{row[key]:.3g}" for key in heads.values()] for row in found["rows"]]
-    return f"{table(list(heads), cells, 1)}\n\n{tables.conditions(found)}."
+    return of(found, list(heads), cells, 1)
 
 
 def cold() -> str:
@@ -288,7 +293,7 @@ def cold() -> str:
     for pass_, key in (("fwd", "fwd_s"), ("grad-input", "grad_input_s"), ("grad-weight", "grad_weight_s")):
         values = [row[key] for row in found["rows"] if row[key] is not None]
         cells.append([PASSES[pass_], f"{median(values):.2g}", f"{max(values):.2g}"])
-    return f"{table(['pass', 'median s', 'longest s'], cells, 1)}\n\n{len(found['rows'])} rows. {tables.conditions(found)}."
+    return of(found, ["pass", "median s", "longest s"], cells, 1)
 
 
 def cpu() -> str:
@@ -300,7 +305,7 @@ def cpu() -> str:
         line = cells.setdefault(row["case"], [row["case"], row["layer"].split(" on ")[0], *[""] * len(layouts)])
         line[2 + layouts.index(row["layout"])] = "–" if row["engine"] == "torch" else times(row["ratio"])
     heads = ["case", "layer", *(LAYOUTS[layout] for layout in layouts)]
-    return f"{table(heads, list(cells.values()), 2)}\n\n{tables.conditions(found)}."
+    return of(found, heads, list(cells.values()), 2)
 
 
 # --- the pages -------------------------------------------------------------------------------------------------------
