@@ -167,7 +167,7 @@ def cold(device: torch.device) -> Iterator[Row]:
     # In training weights are packed by the kernel itself, where one does.
     plans = [
         (job, {pass_: choice.sources() for pass_, choice in planner.plan(job.problem, where).choices("step").items()})
-        for job in run.jobs("cuda", SUITES["cuda"], ways, small=False, bias=None)
+        for job in run.jobs("cuda", SUITES["cuda"], ways)
     ]
     every = list(dict.fromkeys(unit for _, of in plans for units in of.values() for unit in units))
 

@@ -53,7 +53,7 @@ class Sweep(NamedTuple):
         """The rows of the report."""
         ways = [self.way]
         found = [(suite, choose(SUITES[suite], self.cases)) for suite in self.suites]
-        return [job for name, cases in found for job in run.jobs(name, cases, ways, small=False, bias=self.bias)]
+        return [job for name, cases in found for job in run.jobs(name, cases, ways, bias=self.bias)]
 
 
 _WAYS = {

@@ -87,7 +87,7 @@ def random_layers(count: int, seed: int) -> list[Problem]:
 def suite_rows(names: Iterable[str]) -> list[Problem]:
     """Every layer of these suites once, in every precision and both layouts."""
     ways = run.ways(torch.device("cuda"), list(PRECISIONS), [precision for _, precision in WAYS], LAYOUTS)
-    jobs = (job for name in names for job in run.jobs(name, SUITES[name], ways, small=False, bias=None))
+    jobs = (job for name in names for job in run.jobs(name, SUITES[name], ways))
     return list(dict.fromkeys(job.problem for job in jobs))
 
 

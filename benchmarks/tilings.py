@@ -125,7 +125,7 @@ def main() -> int:
     device, on, right = torch.device("cuda", 0), gpu(0), True
     console, take = Console(), timing.clock(device)
     ways = run.ways(device, (), options.precisions, options.layouts, options.passes)
-    for job in run.jobs("cuda", choose(SUITES["cuda"], options.cases), ways, small=False, bias=False):
+    for job in run.jobs("cuda", choose(SUITES["cuda"], options.cases), ways, bias=False):
         p = job.problem
         if gather_search.refusal(p, on):
             continue

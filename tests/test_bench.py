@@ -45,7 +45,7 @@ def test_quick_sizes_keep_the_layer_and_the_budget(name: str) -> None:
 
 def test_ways_are_every_combination_that_exists() -> None:
     ways = run.ways(CPU, list(PRECISIONS), (), LAYOUTS, PASSES)
-    found = run.jobs("models", suites.choose(SUITES["models"], ["hifigan", "PIX"]), ways, small=True, bias=None)
+    found = run.jobs("models", suites.choose(SUITES["models"], ["hifigan", "PIX"]), ways, small=True)
     assert len(found) == 4 * 4 * (2 + 1)  # 1-D tensors have no channels_last
     assert {job.problem.precision for job in found} == {"ieee", "bf16", "fp16", "fp64"}
     gpu = torch.device("cuda")
@@ -253,13 +253,13 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
         "ours_ms": None if ratio is None else torch_ms / ratio, "torch_ms": None if ratio is None else torch_ms,
         "ratio": ratio, "roof_ms": 3.0, "percent_of_roof": None if ratio is None else 25.0 * ratio, "rel_error": 2e-7,
         "torch_rel_error": 2e-7, "engine": engine, "plan": "native" if engine == "torch" else engine[4:],
-        "layer": f"layer {case}", "scale": 1.0, "flops": 10**9, "bytes": 10**7, "rounds": 5,
+        "layer": f"layer {case}", "flops": 10**9, "bytes": 10**7, "rounds": 5,
         "failure": None if ratio is not None else "wrong result: relative error 1.0e+00, PyTorch's 2.0e-07",
     }  # fmt: skip
     return {**found, **changes}
 
 
-ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0, scale=1 / 256)]
+ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0)]
 
 
 @pytest.fixture

@@ -106,8 +106,8 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
             "--as-exported goes with --suite kernelbench alone, at full sizes on a CUDA GPU",
         ),
         ("bench --suite training --case pix", "--case must be one of dcgan, unet, vae, hifigan; got 'pix'"),
-        ("bench --suite custom", "--suite custom needs --layer and --input; got None and None"),
-        ("bench --suite cpu --layer 4,4,3", "--layer and --input go with --suite custom; got --suite cpu"),
+        ("bench --layer 4,4,3", "--layer and --input go together; got '4,4,3' and None"),
+        ("bench --suite cpu --layer 4,4,3 --input 1x4x8", "--layer goes without --suite; got cpu"),
         (
             "bench --layer 4,4,3 --input 1x4x8 --layout channels_last",
             "--layout must be nchw for 1-D layers, which have no channels_last; got 'channels_last'",

@@ -38,8 +38,6 @@ class Job:
     suite: str
     case: str
     problem: Problem
-    scale: float = 1.0
-    """The share of the case's multiplications."""
 
     def __str__(self) -> str:
         p = self.problem
@@ -86,7 +84,9 @@ _WHOLE = ("cpu", "custom")
 """Suites that are never scaled down: the CPU's is small, and a layer from the command line has the size asked for."""
 
 
-def jobs(suite: str, cases: Iterable[Case], todo: Iterable[Way], *, small: bool, bias: bool | None) -> list[Job]:
+def jobs(
+    suite: str, cases: Iterable[Case], todo: Iterable[Way], small: bool = False, bias: bool | None = None
+) -> list[Job]:
     """The rows of a run in the report's order. 1-D cases have no channels_last, so they have no such rows.
 
     Args:
@@ -97,12 +97,10 @@ def jobs(suite: str, cases: Iterable[Case], todo: Iterable[Way], *, small: bool,
         bias: with or without bias; None for what the suite says.
     """
     found = []
-    for way, (name, given) in product(todo, cases):
-        if given.rank == 1 and way.layout == "channels_last":
-            continue
-        whole = given.with_(**way._asdict(), bias=given.bias if bias is None else bias)
-        problem = quick(whole) if small and suite not in _WHOLE else whole
-        found.append(Job(suite, name, problem, problem.macs / whole.macs))
+    for way, (name, p) in product(todo, cases):
+        if p.rank > 1 or way.layout == "nchw":
+            p = p.with_(**way._asdict(), bias=p.bias if bias is None else bias)
+            found.append(Job(suite, name, quick(p) if small and suite not in _WHOLE else p))
     return found
 
 
@@ -134,7 +132,7 @@ def row(job: Job, device: torch.device, repeats: Repeats, frozen: bool = False) 
     ours: tuple[Side, ...] = ("ours", "frozen") if frozen and p.pass_ == "fwd" else ("ours",)
     found: Row = {
         "suite": job.suite, "case": job.case, "layer": p.layer, "pass": p.pass_, "dtype": dtype_name(p.dtype),
-        "precision": p.precision, "layout": p.layout, "scale": job.scale, "engine": plan.engine(p.pass_),
+        "precision": p.precision, "layout": p.layout, "engine": plan.engine(p.pass_),
         "plan": plan_text(plan, p.pass_), "flops": p.flops, "bytes": p.bytes, "ours_ms": None, "torch_ms": None,
         "ratio": None, "failure": None,
     }  # fmt: skip

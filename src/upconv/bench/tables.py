@@ -94,7 +94,6 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         _word("case"),
         _LAYER,
         *SWEPT,
-        Column("scale", lambda row: "" if row["scale"] == 1 else f"1/{1 / row['scale']:.0f}"),
         _ms("upconv ms", "ours_ms"),
         _ms("PyTorch ms", "torch_ms"),
         Column("spread", _spread),

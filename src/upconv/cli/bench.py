@@ -47,14 +47,14 @@ Examples:
   upconv bench --from models.json --plot models.svg
 """
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-_SUITE = "Layers: default cpu, on CUDA founding; custom is that of --layer. training: whole models."
+_SUITE = "Layers: default cpu, on CUDA founding. training: whole models."
 _COMPILED = "Suite training: also under torch.compile, in both layouts, steps and inference; the default on a GPU."
 _EXPORTED = "Suite kernelbench: measure models/model_57.py and its like by KernelBench's rules."
 
 
 def command(
     context: typer.Context,
-    suite: list[str] = repeated("--suite", (*SUITES, "custom", "training"), _SUITE),
+    suite: list[str] = repeated("--suite", (*SUITES, "training"), _SUITE),
     case: list[str] = Option([], "--case", metavar="NAME", help="Only this case; may be repeated."),
     layer: str | None = Option(
         None, "--layer", metavar="ARGS", help="A layer of your own, as torch.nn.ConvTranspose2d's."
@@ -201,16 +201,14 @@ def _layers(options: SimpleNamespace, device: torch.device, small: bool) -> Meas
 
 
 def _cases(options: SimpleNamespace, device: torch.device) -> list[tuple[str, Sequence[Case]]]:
-    """Each suite's name and its cases; a layer makes the suite ``custom``."""
+    """Each suite's name and its cases; a layer is the suite ``custom``."""
     layer, input = options.layer, options.input
-    default = "custom" if layer is not None else "founding" if device.type == "cuda" else "cpu"
-    names, suites = list(dict.fromkeys(options.suite or (default,))), dict(SUITES)
-    if "custom" not in names:
-        if layer is not None or input is not None:
-            raise ValueError(f"--layer and --input go with --suite custom; got --suite {names[0]}")
-    elif layer is None or input is None:
-        raise ValueError(f"--suite custom needs --layer and --input; got {layer!r} and {input!r}")
-    else:
-        suites["custom"] = (Case("custom", parse_layer(layer, input)),)
-    chosen = set(choose([case for name in names for case in suites[name]], options.case))
-    return [(name, [case for case in suites[name] if case in chosen]) for name in names]
+    if (layer is None) != (input is None):
+        raise ValueError(f"--layer and --input go together; got {layer!r} and {input!r}")
+    if layer is not None:
+        if options.suite:
+            raise ValueError(f"--layer goes without --suite; got {' and '.join(options.suite)}")
+        return [("custom", choose([Case("custom", parse_layer(layer, input))], options.case))]
+    names = list(dict.fromkeys(options.suite)) or ["founding" if device.type == "cuda" else "cpu"]
+    chosen = set(choose([case for name in names for case in SUITES[name]], options.case))
+    return [(name, [case for case in SUITES[name] if case in chosen]) for name in names]
