@@ -151,11 +151,13 @@ def rows(reports: list[str], cases: list[str], passes: list[Pass]) -> Iterator[R
     """The rows of the reports, and those of suite ``field`` in the same ways; only these cases, if there are some."""
     for name in reports:
         sweep = SWEEPS[name]
-        for job in sweep.jobs():
-            yield Row(name, job.case, job.problem)
+        sides = {name: sweep}
         if sweep.suites == ("cuda",):
-            for job in sweep._replace(suites=("field",)).jobs():
-                yield Row(f"field-{name}", job.case, job.problem)
+            sides[f"field-{name}"] = sweep._replace(suites=("field",))
+        for report, each in sides.items():
+            for job in each.jobs():
+                if job.case in (cases or [job.case]) and job.problem.pass_ in passes:
+                    yield Row(report, job.case, job.problem)
 
 
 def measure(p: Problem, old: Checkout, new: Checkout) -> dict[str, float]:
@@ -230,6 +232,31 @@ def tell(found: list[dict[str, Any]]) -> None:
         print(f"{one['ratio']:.2f}  {one['row']}: {one['old']} -> {one['new']}")
 
 
+def time_all(
+    found: list[dict[str, Any]], by_name: dict[str, Row], old: Checkout, new: Checkout, path: Path | None, end: float
+) -> bool:
+    """Times the rows that are to be, until ``end``, and keeps them; whether all were right."""
+    todo, right = [one for one in found if one["time"] and one["row"] in by_name], True
+    compile_all([by_name[one["row"]] for one in todo], (old, new))
+    head = {"device": torch.cuda.get_device_name(), "versions": env.versions(), "commit": env.commit()}
+    for one in todo:
+        if time.monotonic() > end:
+            break
+        try:
+            times = measure(by_name[one["row"]].problem, old, new)
+        except Exception as error:
+            one["failure"], right = f"{type(error).__name__}: {error}".splitlines()[0], False
+            print(f"{one['row']}: {one['failure']}", flush=True)
+            continue
+        one |= {"old_ms": 1e3 * times["old"], "new_ms": 1e3 * times["new"], "apart": times["apart"]}
+        one["ratio"] = times["old"] / times["new"]
+        right &= times["apart"] < 1e-2
+        print(f"{one['ratio']:.3f} {one['row']} ({1e3 * times['new']:.3f} ms, {times['apart']:.1e})", flush=True)
+        if path:
+            save({**head, "rows": found}, path)
+    return right
+
+
 def main() -> int:
     """Exit code 1 if a row failed or the sides' results differ by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,19 +264,13 @@ def main() -> int:
     parser.add_argument("--plan", type=Path, help="only plan, and write the rows here")
     parser.add_argument("--rows", type=Path, help="what --plan wrote")
     parser.add_argument("--json", type=Path, help="where to write the report")
-    parser.add_argument("--reports", type=lambda text: text.split(","), default=list(SWEEPS))
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--passes", type=lambda text: text.split(","), default=[*PASSES])
+    for name, default in (("reports", [*SWEEPS]), ("cases", []), ("passes", [*PASSES])):
+        parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=default)
     parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--codes", action="store_true", help="of rows planned alike, compare the machine code too")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many")
     given = parser.parse_args()
-    begin = time.monotonic()
-    wanted = [
-        row
-        for row in rows(given.reports, given.cases, given.passes)
-        if (not given.cases or row.case in given.cases) and row.problem.pass_ in given.passes
-    ]
+    end, wanted = time.monotonic() + given.seconds, list(rows(given.reports, given.cases, given.passes))
     with tempfile.TemporaryDirectory() as place:
         sys.path.insert(0, place)
         old, new = Checkout(given.old, "upconv_old", Path(place)), Checkout(ROOT, "upconv_new", Path(place))
@@ -260,27 +281,7 @@ def main() -> int:
             save(found, given.plan)
             print(f"{sum(one['time'] for one in found)} of {len(found)} rows are to be timed")
             return 0
-        by_name = {row.name: row for row in wanted}
-        todo = [one for one in found if one["time"] and one["row"] in by_name]
-        compile_all([by_name[one["row"]] for one in todo], (old, new))
-        print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
-        report = {"device": torch.cuda.get_device_name(), "versions": env.versions(), "commit": env.commit()}
-        right = True
-        for one in todo:
-            if time.monotonic() - begin > given.seconds:
-                break
-            try:
-                times = measure(by_name[one["row"]].problem, old, new)
-            except Exception as error:
-                one["failure"], right = f"{type(error).__name__}: {error}".splitlines()[0], False
-                print(f"{one['row']}: {one['failure']}", flush=True)
-                continue
-            one |= {"old_ms": 1e3 * times["old"], "new_ms": 1e3 * times["new"], "apart": times["apart"]}
-            one["ratio"] = times["old"] / times["new"]
-            right &= times["apart"] < 1e-2
-            print(f"{one['ratio']:.3f} {one['row']} ({1e3 * times['new']:.3f} ms, {times['apart']:.1e})", flush=True)
-            if given.json:
-                save({**report, "rows": found}, given.json)
+        right = time_all(found, {row.name: row for row in wanted}, old, new, given.json, end)
         tell(found)
     return int(not right)
 

@@ -260,9 +260,7 @@ def as_shown(stem: str) -> str:
     cells = [[str(column.text(row)) for column in shown] for row in found["rows"]]
     words = sum(column.words for column in shown)
     summary = [f"{line}." for line in tables.summary(found)]
-    return "\n\n".join(
-        [*summary, table([column.head for column in shown], cells, words), tables.conditions(found) + "."]
-    )
+    return "\n\n".join([*summary, of(found, [column.head for column in shown], cells, words)])
 
 
 def host() -> str:

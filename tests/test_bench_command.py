@@ -22,6 +22,7 @@ from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
 
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 # The command with a line for each row instead of one now and then.
 TALKING = "import sys; from upconv.bench import progress; progress.EVERY = 0.0; from upconv.cli import main; main()"
 
@@ -201,3 +202,30 @@ def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys
         tell("compiling", None, None)
     err = capsys.readouterr().err
     assert err == "0 of 25 done; row 0\n10 of 25 done; row 10\n20 of 25 done; row 20\n"
+
+
+# --- programs of benchmarks/ -----------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_a_gpus_reports_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import calls
+    import h200
+
+    asked: list[Any] = []
+    monkeypatch.setattr("upconv.cli.bench.run", lambda options, given: asked.append(options) or 0)
+    for name, (_, *words) in h200.COMMANDS.items():
+        if words[:3] == ["-m", "upconv", "bench"]:
+            assert CliRunner().invoke(app, [*words[2:], "--json", "r.json"]).exit_code == 0, name
+        else:
+            assert Path(words[0]).exists() and words[1] == name in calls.KINDS
+    assert len(asked) == len(h200.SWEEPS) + 2
+
+
+def test_the_hosts_time_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import calls
+
+    rows = list(calls.host(CPU, timing.Repeats(0.0, 2, 2)))
+    assert [(row["dtype"], row["mode"]) for row in rows][::2] == [("float32", "no_grad"), ("bfloat16", "no_grad")]
+    assert all(row["ours_us"] > 0 and row["torch_us"] > 0 for row in rows)
