@@ -97,6 +97,27 @@ def test_a_model_that_is_wrong_has_no_time(compiled: bool, mode: Any, factor: fl
     assert ("(compiled, with upconv)" in str(row["failure"])) == compiled
 
 
+@pytest.mark.parametrize("both", [True, False])
+def test_a_model_that_does_not_compile_says_why(both: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It does not cost the eager sides; that only ours does not compile is a failure."""
+
+    def compiled(network: nn.Module) -> nn.Module:
+        if both or any(getattr(m, modules.MARK, False) for m in network.modules()):
+            raise RuntimeError("no such stride")
+        return network
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    todo = training.runs([case("vae")], autocast=[False], modes=["fwd"])
+    found = training.measure(CPU, todo, lambda *_, **__: None, SHORT)
+    (row,) = found["rows"]
+    assert row["ratio"] > 0 and ("compile_ms" in row) is not both
+    reason = "compiled, with upconv: RuntimeError: no such stride"
+    assert row.get(
+        "compile_ours_failure" if both else "failure"
+    ) == reason and f"vae fp32 inference: {reason}" in shown(found, tmp_path / "t.json")
+    assert bool(report.wrong(found["rows"])) is not both
+
+
 def test_a_nan_behind_a_right_value_is_wrong() -> None:
     ours, theirs = ([("the losses", 0.1, [torch.ones(()), torch.tensor(v)])] for v in (float("nan"), 1.0))
     assert training._wrong(ours, theirs) == "the losses differ by nan" and training._wrong(theirs, theirs) is None

@@ -1,7 +1,7 @@
 """Reports: what a run of any kind measured, as JSON keeps it.
 
 A report is a dictionary: `HEAD`, the keys of its kind, and ``rows``. Times are medians; ``lower`` and ``upper`` are
-quartiles. A ratio is PyTorch's time over ours: above 1 ours is faster. ``failure`` says why a row has no times,
+quartiles. A ratio is PyTorch's time over ours: above 1 ours is faster. ``failure`` says what of ours has no times,
 ``warning`` that they vary by more than half (`timing.unsteady`). A row may lack what its kind does not measure, or did
 not when it was written.
 """

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from upconv.bench import report
 from upconv.bench.report import Report, Row, geometric_mean
 
 WIDE = 110
@@ -235,10 +234,9 @@ def show(found: Report, console: Console) -> None:
     console.print(grid)
     for line in summary(found):
         console.print(line)
-    for row in report.wrong(found["rows"]):
-        console.print(Text(f"{row['case']}: {row['failure']}", style="red"))
     for row in found["rows"]:
-        if row.get("warning"):
-            console.print(Text(f"{row['case']}: {row['warning']}", style="yellow"))
+        for key in ("failure", "compile_failure", "compile_ours_failure", "warning"):
+            if row.get(key):
+                console.print(Text(f"{row['case']}: {row[key]}", style="yellow" if key == "warning" else "red"))
     if "ceilings" in found:
         console.print(Text(f"roof: {ceiling_text(found['ceilings'])}", style="dim"))

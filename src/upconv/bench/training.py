@@ -137,7 +137,7 @@ def measure(
         todo: the rows.
         tell: hears of each row and side as it begins.
         repeats: how often.
-        compiled: also time ``torch.compile``'s of PyTorch's model and of ours; where it fails, its time is missing.
+        compiled: also time ``torch.compile``'s of PyTorch's model and of ours; where it fails, the row says why.
     """
     if device.type == "cuda":
         native.wait()  # a training run has it from its first half a minute on
@@ -163,8 +163,10 @@ def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side]
             row[f"{side}_peak_bytes"] = _peak(trainer, device)
             trainers[side] = trainer
         except Exception as error:  # a compiler that is not there, say, does not cost the other sides
+            said = f"{timing.NAMES[side]}: {type(error).__name__}: {error}".splitlines()[0]
             if side not in COMPILED:
-                return row | {"failure": f"{side}: {type(error).__name__}: {error}".splitlines()[0]}
+                return row | {"failure": said}
+            row[f"{side}_failure"] = said
     for side in trainers:
         wrong = _wrong(first[side], first["torch"])
         if wrong is not None:
@@ -173,6 +175,8 @@ def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side]
     # A compiled graph's guards hold the flag and its thread's state: it keeps to the one that it was compiled under.
     tuned = [side for side in trainers if side not in COMPILED]
     works = {str(side): [trainer] for side, trainer in trainers.items()}
+    if "compile" in trainers and "compile_ours" in asked and "compile_ours" not in trainers:
+        row["failure"] = row.pop("compile_ours_failure")  # what PyTorch compiles, it must compile with upconv
     # A step that waits for its host does so when it trains.
     return row | timing.entries(timing.compare(works, device, repeats, tuned, wait=False))
 
