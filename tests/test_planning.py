@@ -20,6 +20,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_cost, gather_search
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.cuda.pixels import family as pixels
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.problem import LAYOUTS, Pass, Precision, Problem
 
@@ -141,6 +142,14 @@ def test_many_taps_of_wide_images_share_a_halo(case: str) -> None:
     choices = families.choose(found, H200)
     assert not any(isinstance(choices[name], str) for name in ("gather", "pixels"))
     assert family.best_of(choices) is choices["gather"]
+
+
+@pytest.mark.parametrize("case", ["pose3", "vae"])
+def test_weights_in_place_of_pixels_spare_no_lines(case: str) -> None:
+    """Tiles of few pixels and many columns bring more lines to a multiprocessor than square ones."""
+    layers = dict(SUITES["cuda"]) | dict(SUITES["field"])
+    choice = pixels.choose("implicit", layers[case].with_(precision="tf32", layout="channels_last"), H200)
+    assert not isinstance(choice, str) and choice.tile.rows >= 128
 
 
 @pytest.mark.parametrize(

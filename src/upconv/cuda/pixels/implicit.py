@@ -45,9 +45,7 @@ _CLUSTERS = 2, 4, 8
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
-# Of a line's time, by the same lines of the model: pixels come from the second-level cache for each tap again; weights
-# are lines that all blocks read together.
-_PIXEL_LINE, _WEIGHT_LINE = 1.5, 0.5
+_OWN = 1.8  # of a line's time: of pixels, which are a block's own, where all blocks read the same weights together
 _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
 
@@ -283,7 +281,7 @@ class Implicit(Tile):
             moved=moved(p, read=read),
             steps=steps,
             stages=self.stages,
-            lines=(self.rows * _PIXEL_LINE + self.columns * _WEIGHT_LINE) * steps,
+            lines=max(self.rows + self.columns, _OWN * self.rows) * steps,
             boxes=2 * steps,
             stored=self.rows * self.columns / self.cluster * narrow / 8 * _STORE[p.pass_],
             descriptors=True,
