@@ -12,6 +12,8 @@ import ptxas
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
+
+pytest.importorskip("tree_sitter")
 from upconv.export import device, fold, passes
 from upconv.export.passes import Kernel
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from conftest import by_turns, compiled_for_host, needs_gxx
 from upconv import reference
 from upconv.cuda.compile import jit
+
+pytest.importorskip("tree_sitter")
 from upconv.export import fold, kernelbench_problem, signatures, syntax
 from upconv.export.check import load
 from upconv.problem import Problem
