@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from measured import CPU, LAYER, TINY, fast_fixture, plans_fixture  # noqa: F401
+from measured import CPU, LAYER, TINY, ceilings, fast_fixture, plans_fixture  # noqa: F401
 from upconv.bench import progress, report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
@@ -89,12 +89,11 @@ def test_a_row_has_the_quartiles_of_its_times(plans: Any, monkeypatch: pytest.Mo
         return {name: [1e-3 * value for value in taken[name]] for name in runs}
 
     monkeypatch.setattr(timing, "interleave", interleave)
-    found = run.row(Job("custom", "x", TINY), CPU, timing.Repeats(0.0, 3, 3))
+    found = run.row(Job("custom", "x", TINY), CPU, timing.Repeats(0.0, 3, 3), ceilings())
     assert found["failure"] is None and found["rounds"] == 5
     assert [found[f"torch_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([2, 3, 4])
     assert [found[f"ours_{k}ms"] for k in ("lower_", "", "upper_")] == pytest.approx([11, 12, 13])
     assert found["warning"] and "PyTorch's by 67%" in found["warning"] and "upconv" not in found["warning"]
-    run.set_roof(found, {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": {"ieee": 1e10}})
     console = Console(record=True, width=100, file=io.StringIO())
     tables.show(
         report.gather([found], CPU, "layers", ceilings={"copy_bytes_per_s": 1.0, "matmul_flops_per_s": {}}), console

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import upconv
-from measured import CPU, LAYER, SHORT, TINY, command, fast_fixture, plans_fixture  # noqa: F401
+from measured import CPU, LAYER, SHORT, TINY, ceilings, command, fast_fixture, plans_fixture  # noqa: F401
 from upconv import modules
 from upconv.bench import models, report, run, tables, training
 from upconv.bench.run import Job
@@ -147,7 +147,7 @@ class Kept:
 
 
 def row(pass_: Any = "fwd", frozen: bool = True) -> report.Row:
-    return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, SHORT, frozen)
+    return run.row(Job("custom", "x", TINY.with_(pass_=pass_)), CPU, SHORT, ceilings(), frozen)
 
 
 def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -121,29 +120,31 @@ def plan_text(plan: Plan, pass_: Pass) -> str:
     return "native" if plan.engine(pass_) == "torch" else plan.backward
 
 
-def row(job: Job, device: torch.device, repeats: Repeats, frozen: bool = False) -> Row:
-    """Checks and times one job; the roof is left to `set_roof`. ``frozen``: forwards with `upconv.freeze` too.
+def row(job: Job, device: torch.device, repeats: Repeats, ceilings: Ceilings, frozen: bool = False) -> Row:
+    """Checks and times one job. ``frozen``: forwards with `upconv.freeze` too.
 
     Every side runs the timed shape and is compared with the reference; only right results are timed. Where the plan is
     PyTorch's own operator its time stands for ours too, the ratio is 1 and the engine ``torch``.
     """
-    begin, p = time.perf_counter(), job.problem
+    p = job.problem
     plan = planner.plan(p, planner.device_of(device))
+    roof = 1e3 * p.roof_seconds(ceilings["matmul_flops_per_s"][p.precision], ceilings["copy_bytes_per_s"])
     ours: tuple[Side, ...] = ("ours", "frozen") if frozen and p.pass_ == "fwd" else ("ours",)
     found: Row = {
         "suite": job.suite, "case": job.case, "layer": p.layer, "pass": p.pass_, "dtype": dtype_name(p.dtype),
         "precision": p.precision, "layout": p.layout, "engine": plan.engine(p.pass_),
         "plan": plan_text(plan, p.pass_), "flops": p.flops, "bytes": p.bytes, "ours_ms": None, "torch_ms": None,
-        "ratio": None, "failure": None,
+        "ratio": None, "roof_ms": roof, "percent_of_roof": None, "failure": None,
     }  # fmt: skip
     try:
         with timing.precision_flags(p.precision):
             found |= _check(p, device, ours)
             if found["failure"] is None:
                 found |= timing.entries(_taken(p, device, repeats, ours, found["engine"]))
+                found["percent_of_roof"] = 100 * roof / found["ours_ms"]
     except Exception as error:  # one case that cannot run (out of memory, say) does not cost the others
         found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found | {"wall_s": time.perf_counter() - begin}
+    return found
 
 
 SET_BYTES = 2 * 10**9
@@ -183,17 +184,6 @@ def _check(p: Problem, device: torch.device, ours: Sequence[Side]) -> Row:
     return found
 
 
-def set_roof(found: Row, ceilings: Ceilings) -> None:
-    """Fills in a row's roof and how much of it our time reaches.
-
-    The roof is the larger of its arithmetic and its compulsory bytes, see `Problem.roof_seconds`.
-    """
-    rate = ceilings["matmul_flops_per_s"][found["precision"]]
-    found["roof_ms"] = 1e3 * max(found["flops"] / rate, found["bytes"] / ceilings["copy_bytes_per_s"])
-    ours = found["ours_ms"]
-    found["percent_of_roof"] = None if ours is None else 100 * found["roof_ms"] / ours
-
-
 # --- all rows --------------------------------------------------------------------------------------------------------
 
 Tell = Callable[..., object]
@@ -213,9 +203,7 @@ def measure(
             _compile_ahead(todo, device, tell)
         for done, job in enumerate(todo):
             tell(str(job), done, len(todo))
-            found = row(job, device, repeats, frozen)
-            set_roof(found, ceilings)
-            yield found
+            yield row(job, device, repeats, ceilings, frozen)
 
     return report.gather(rows(), device, "layers", ceilings=ceilings)
 
