@@ -353,8 +353,8 @@ def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: p
         def __getattr__(self, name: str) -> Any:
             return getattr(module, name)
 
-        def play(self, *given: Any) -> Any:
-            found = module.play(*given)
+        def run(self, *given: Any) -> Any:
+            found = module.run(*given)
             played.append(found is not None)
             return found
 

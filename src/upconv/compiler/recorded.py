@@ -43,9 +43,8 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
         plan, mask, a.stride(), b.stride(), b.dtype, None if c is None else (c.stride(), c.dtype), a.get_device()
     )
     if held.layer is not None and held.layer is not replays.NEVER:
-        may_copy = -1 if mask is None else 0  # an output's gradient, to be dense
-        found: Results | None = native.module().play(held.layer, a, b, c, may_copy)
-        return run() if found is None else found
+        found = native.module().run(held.layer, a, b, c)
+        return run() if found is None else (found,) if mask is None else found
     if held.layer is None and replays.hoped and not engine._collectors:
         held.calls += 1
         module = replays.recorder(operands)

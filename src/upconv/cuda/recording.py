@@ -20,7 +20,7 @@ from upconv.cuda.launches import Launch, Operand, Zeros
 
 MADE, ZEROS = -1, -2
 """Kinds of buffers that are no operand: made in the pass, and words that outlive it and are zeros."""
-MAKE, RELEASE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(6)
+MAKE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(5)
 """Kinds of steps."""
 _MAKERS = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
 
@@ -45,6 +45,7 @@ class Buffer(NamedTuple):
 class Call(NamedTuple):
     """An operator of PyTorch on buffers: -1 for none."""
 
+    kind: int
     name: str
     overload: str
     arguments: tuple[Any, ...]
@@ -52,27 +53,12 @@ class Call(NamedTuple):
     tensors: tuple[tuple[int, int], ...]
     """Those that are tensors, and their buffers."""
     results: tuple[int, ...]
-    kind: int = OPERATOR
-
-    @property
-    def buffers(self) -> tuple[int, ...]:
-        return (*(buffer for _, buffer in self.tensors), *self.results)
-
-
-class Memory(NamedTuple):
-    """`MAKE` or `RELEASE`."""
-
-    buffer: int
-    kind: int
-
-    @property
-    def buffers(self) -> tuple[int, ...]:
-        return (self.buffer,)
 
 
 class Launched(NamedTuple):
     """A launch on buffers."""
 
+    kind: int
     function: int
     grid: int
     block: int
@@ -81,14 +67,10 @@ class Launched(NamedTuple):
     """Its arguments."""
     places: tuple[tuple[int, int, int], ...]
     """Which of these words are addresses: the word, the buffer and the bytes from its start."""
-    kind: int
-
-    @property
-    def buffers(self) -> tuple[int, ...]:
-        return tuple(buffer for _, buffer, _ in self.places)
 
 
-Step = Call | Memory | Launched
+Step = Call | Launched | tuple[int, int]
+"""The last is `MAKE` and a buffer."""
 
 
 class Recording(TorchDispatchMode):
@@ -130,7 +112,7 @@ class Recording(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         try:
             if func in _MAKERS:
-                self.steps.append(Memory(self._new(made), MAKE))
+                self.steps.append((MAKE, self._new(made)))
             else:
                 self.steps.append(self._call(func, args, kwargs or {}, made))
         except Unrecorded as reason:  # what is computed is computed all the same
@@ -157,7 +139,7 @@ class Recording(TorchDispatchMode):
                 raise Unrecorded(f"it calls {func}, whose result is no tensor")
             same = None if t is None else read.get(t._cdata)  # an operator in place gives what it was given
             results.append(-1 if t is None else self._new(t) if same is None else same)
-        return Call(schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
+        return Call(OPERATOR, schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
 
     def launched(
         self,
@@ -184,8 +166,7 @@ class Recording(TorchDispatchMode):
         if self._refused is not None:
             raise self._refused
         ends = tuple(-1 if t is None else self._of(t) for t in results)
-        steps = with_releases(self.steps, [b.kind for b in self.buffers], ends)
-        return tuple(map(tuple, self.buffers)), tuple((s.kind, *s[:-1]) for s in steps), ends
+        return tuple(map(tuple, self.buffers)), tuple(map(tuple, self.steps)), ends
 
 
 def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> Launched:
@@ -193,20 +174,4 @@ def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> 
     words, given = one.encoded
     places = tuple((word, at[operand], offset) for word, operand, offset in given if operand in at)
     kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
-    return Launched(function, one.grid, one.threads, one.shared_bytes, words, places, kind)
-
-
-def with_releases(steps: Sequence[Step], kinds: Sequence[int], results: Sequence[int]) -> list[Step]:
-    """The steps, and behind the last that needs it the end of each buffer that is no result."""
-    last: dict[int, int] = {}
-    for at, s in enumerate(steps):
-        last.update(dict.fromkeys(s.buffers, at))
-    ending: dict[int, list[int]] = {}
-    for buffer, at in last.items():
-        if buffer >= 0 and kinds[buffer] == MADE and buffer not in results:
-            ending.setdefault(at, []).append(buffer)
-    found: list[Step] = []
-    for at, s in enumerate(steps):
-        found.append(s)
-        found += [Memory(buffer, RELEASE) for buffer in ending.get(at, ())]
-    return found
+    return Launched(kind, function, one.grid, one.threads, one.shared_bytes, words, places)

@@ -90,7 +90,7 @@ struct Place {
 };
 struct Step {
   int64_t kind;
-  int64_t buffer = -1;                                // of MAKE and RELEASE
+  int64_t buffer = -1;                                // of MAKE
   std::optional<c10::OperatorHandle> call;            // of OPERATOR
   std::vector<c10::IValue> arguments;                 // of the operator, without tensors
   std::vector<std::pair<int64_t, int64_t>> tensors;   // which of them are, and their buffers
@@ -99,8 +99,9 @@ struct Step {
   unsigned grid = 0, block = 0, shared = 0;
   std::vector<uint64_t> words;                        // of arguments
   std::vector<Place> places;                          // the words among them that are addresses
+  std::vector<int64_t> released;                      // buffers that no later step needs
 };
-constexpr int64_t MAKE = 0, RELEASE = 1, OPERATOR = 2, LAUNCH = 3, COOPERATIVE = 4, DEPENDENT = 5;
+constexpr int64_t MAKE = 0, OPERATOR = 1, LAUNCH = 2, COOPERATIVE = 3, DEPENDENT = 4;
 
 static bool lies(const Tensor& t, const Buffer& as) {
   auto sizes = t.sizes();
@@ -121,6 +122,20 @@ class Recording {
                          b[2].cast<std::vector<int64_t>>(), b[3].cast<std::vector<int64_t>>()});
     }
     for (const auto& each : of[1]) steps.push_back(step(each.cast<py::tuple>()));
+    std::vector<bool> needed(buffers.size());  // behind the step that is looked at
+    auto last = [&](Step& s, int64_t buffer) {
+      if (buffer < 0 || needed[buffer]) return;
+      needed[buffer] = true;
+      if (buffers[buffer].kind == MADE) s.released.push_back(buffer);
+    };
+    for (auto i : results)
+      if (i >= 0) needed[i] = true;
+    for (auto s = steps.rbegin(); s != steps.rend(); ++s) {
+      last(*s, s->buffer);
+      for (auto& t : s->tensors) last(*s, t.second);
+      for (auto i : s->results) last(*s, i);
+      for (auto& p : s->places) last(*s, p.buffer);
+    }
   }
 
   std::vector<Buffer> buffers;
@@ -143,7 +158,7 @@ class Recording {
  private:
   static Step step(const py::tuple& of) {
     Step s{of[0].cast<int64_t>()};
-    if (s.kind == MAKE || s.kind == RELEASE) {
+    if (s.kind == MAKE) {
       s.buffer = of[1].cast<int64_t>();
     } else if (s.kind == OPERATOR) {
       const auto name = of[1].cast<std::string>(), overload = of[2].cast<std::string>();
@@ -195,21 +210,16 @@ class Run {
 
   // Whether a step was made; else the call is Python's.
   bool step(const Step& s) {
-    switch (s.kind) {
-      case MAKE: {
-        auto& b = of_.buffers[s.buffer];
-        put(s.buffer, at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where_)));
-        return true;
-      }
-      case RELEASE:
-        made_[s.buffer].reset();
-        return true;
-      case OPERATOR:
-        call(s);
-        return true;
-      default:
-        return launch(s);
+    if (s.kind == MAKE) {
+      auto& b = of_.buffers[s.buffer];
+      put(s.buffer, at::empty_strided(b.sizes, b.strides, at::TensorOptions(b.dtype).device(where_)));
+    } else if (s.kind == OPERATOR) {
+      call(s);
+    } else if (!launch(s)) {
+      return false;
     }
+    for (auto i : s.released) made_[i].reset();
+    return true;
   }
 
  private:
@@ -318,20 +328,15 @@ class Layer {
   const std::shared_ptr<Recording> forward;
   PyObject* const call_back;
 
-  std::shared_ptr<Recording> backward(int mask) {
+  using Backward = std::optional<std::shared_ptr<Recording>>;
+  // The gradients of a mask: nothing while they are to be recorded, a null pointer if they cannot be repeated.
+  Backward backward(int mask) {
     std::lock_guard<std::mutex> lock(mutex_);
     return backward_[mask];
   }
-  // Whether the gradients of a mask are to be recorded.
-  bool wanted(int mask) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return !recorded_[mask];
-  }
-  // A recording, or nothing for gradients that cannot be repeated.
   void set_backward(int mask, std::shared_ptr<Recording> recording) {
     std::lock_guard<std::mutex> lock(mutex_);
     backward_[mask] = std::move(recording);
-    recorded_[mask] = true;
   }
 
   // The stream that a recording may be replayed on; nothing where Python must see to it.
@@ -361,8 +366,9 @@ class Layer {
     return t;  // the pass does not read it
   }
 
-  // The results of a recording on operands; nothing where it does not fit them.
-  std::optional<std::vector<Tensor>> replay(Recording& recording, c10::ArrayRef<Tensor> given, int64_t may_copy) {
+  // The results of a recording on operands, of which the first may be copied to be dense: a forward's is as it was
+  // recorded anyway, and an output's gradient comes from anywhere. Nothing where the recording does not fit them.
+  std::optional<std::vector<Tensor>> replay(Recording& recording, c10::ArrayRef<Tensor> given) {
     const auto at = stream();
     if (!at) return std::nullopt;
     c10::SmallVector<Tensor, 4> operands;
@@ -371,7 +377,7 @@ class Layer {
         operands.emplace_back();
         continue;
       }
-      auto found = operand(given[i], recording, i, static_cast<int64_t>(i) == may_copy);
+      auto found = operand(given[i], recording, i, i == 0);
       if (!found) return std::nullopt;
       operands.push_back(std::move(*found));
     }
@@ -382,8 +388,7 @@ class Layer {
 
  private:
   std::mutex mutex_;
-  std::array<std::shared_ptr<Recording>, 8> backward_;
-  std::array<bool, 8> recorded_{};
+  std::array<Backward, 8> backward_;
 };
 
 // What owns a layer: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards can hash it.
@@ -411,7 +416,7 @@ static variable_list call_back(
   Gil gil;
   auto wrapped = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
   auto given = std::array{wrapped(grad), wrapped(input), wrapped(weight)};
-  const bool wanted = plain && layer.wanted(mask);
+  const bool wanted = plain && !layer.backward(mask);
   auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
       layer.call_back, "OOOiO", given[0].ptr(), given[1].ptr(), given[2].ptr(), mask, wanted ? Py_True : Py_False));
   if (!found.ptr() || !PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 4) {
@@ -459,7 +464,8 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
     const bool promised = context->saved_data["promises"].toInt() != *promises;
     const bool plain = !c10::GradMode::is_enabled() && !keys.has_any(WATCHED) && !promised && layer.stream();
     if (plain)
-      if (auto recording = layer.backward(mask)) found = layer.replay(*recording, {grad, saved[0], saved[1]}, 0);
+      if (auto recording = layer.backward(mask).value_or(nullptr))
+        found = layer.replay(*recording, {grad, saved[0], saved[1]});
     if (!found) found = call_back(layer, grad, saved[0], saved[1], mask, plain);
     for (int i = 0; i < 3; i++) results[i] = (*found)[i];
     return results;
@@ -509,48 +515,30 @@ static std::array<Tensor, 3> operands_of(PyObject* const* of) {
   return found;
 }
 
-// run(layer, input, weight, bias): the recorded result, where gradients are recorded with a layer's; None where Python
-// must compute it.
+// run(layer, a, b, c): the result of a layer's first recording on three operands, of which each may be None, or a tuple
+// where it has several; None where Python must compute them. With a `call_back` it is recorded for gradients.
 static PyObject* run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "run takes four arguments");
   Handed handed{reinterpret_cast<Object*>(arguments[0])->layer, Tensor()};
-  const auto [x, weight, bias] = operands_of(arguments + 1);
+  auto given = operands_of(arguments + 1);
   Layer& layer = layer_of(handed.layer);
-  Tensor out;
-  {
-    NoGil released;
-    const Tensor input = layer.autocast >= 0 ? x.to(static_cast<at::ScalarType>(layer.autocast)) : x;
-    auto found = layer.replay(*layer.forward, {input, weight, bias}, -1);
-    const bool training = c10::GradMode::is_enabled() &&
-        (input.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad()));
-    if (found && !training) {
-      out = std::move((*found)[0]);
-    } else if (found) {
-      handed.out = std::move((*found)[0]);
-      out = ConvTranspose::apply(input, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, &handed);
-    }
-  }
-  return THPVariable_Wrap(out);  // None where undefined
-  END_HANDLE_TH_ERRORS
-}
-
-// play(layer, a, b, c, may_copy): the results of a layer's first recording on three operands, without autograd. An
-// operand may be None, and the one of index `may_copy` may be copied to be dense. None where Python must compute them.
-static PyObject* play(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 5, "play takes five arguments");
-  const Handle holder = reinterpret_cast<Object*>(arguments[0])->layer;
-  Layer& layer = layer_of(holder);
-  const auto given = operands_of(arguments + 1);
-  const int64_t may_copy = PyLong_AsLong(arguments[4]);
   std::optional<std::vector<Tensor>> found;
   {
     NoGil released;
-    at::AutoDispatchBelowADInplaceOrView below;
-    found = layer.replay(*layer.forward, given, may_copy);
+    if (layer.autocast >= 0) given[0] = given[0].to(static_cast<at::ScalarType>(layer.autocast));
+    found = layer.replay(*layer.forward, given);
+    const bool training = layer.call_back != Py_None && c10::GradMode::is_enabled() &&
+        std::any_of(given.begin(), given.end(), [](auto& t) { return t.defined() && t.requires_grad(); });
+    if (found && training) {
+      const auto& [input, weight, bias] = given;
+      handed.out = std::move((*found)[0]);
+      (*found)[0] =
+          ConvTranspose::apply(input, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, &handed);
+    }
   }
   if (!found) Py_RETURN_NONE;
+  if (found->size() == 1) return THPVariable_Wrap((*found)[0]);
   PyObject* results = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
   if (!results) return nullptr;
   for (size_t i = 0; i < found->size(); i++)
@@ -591,7 +579,6 @@ static PyType_Slot SLOTS[] = {
 static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py_TPFLAGS_DEFAULT, SLOTS};
 static PyMethodDef METHODS[] = {
     method("run", upconv::run, METH_FASTCALL),
-    method("play", upconv::play, METH_FASTCALL),
     method("set_driver", upconv::set_driver, METH_VARARGS),
     method("set_promises", upconv::set_promises, METH_O),
     {nullptr, nullptr, 0, nullptr}};
