@@ -89,11 +89,22 @@ def lines() -> Iterator[Line]:
         return device, next(i for i, name in enumerate(WHATS) if name in stem), stem
 
     found = {stem: load(stem) for stem in stems}
+    newest = [row for _, row in compiled_rows()]
+    for stem in stems:
+        if stem.startswith("compiled/"):
+            found[stem]["rows"] = [row for row in found[stem]["rows"] if row in newest]
     for stem in sorted((stem for stem in stems if found[stem].get("kind") in TITLED), key=rank):
         yield from _lines(stem, found[stem])
 
 
 TITLED = (*report.KINDS, "neighbours")
+
+
+def compiled_rows() -> list[tuple[dict[str, Any], Row]]:
+    """Of every compiled model, layout and pass the newest row, with its report; by name."""
+    found = sorted((load(f"compiled/{path.stem}") for path in RESULTS.glob("compiled/*.json")), key=lambda r: r["when"])
+    newest = {row["case"]: (each, row) for each in found for row in each["rows"] if row.get("compile_ms")}
+    return [newest[case] for case in sorted(newest)]
 
 
 def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
@@ -187,9 +198,12 @@ def _models() -> Iterator[list[str]]:
     means = [mean(rows, key) for key in keys for rows in pairs]
     both = [row[key] for rows in pairs for row in rows for key in keys]
     yield ["These four, mean", "H100", *map(times, means), _slower(both)]
-    rows = load("compiled/h200")["rows"]
+    rows = [row for _, row in compiled_rows()]
     halves = [[row for row in rows if row["case"].startswith("kb") == level2] for level2 in (True, False)]
-    means, slower = [mean(half, "compile_ratio") for half in halves], _slower([row["compile_ratio"] for row in rows])
+    means, slower = (
+        [mean(half, "compile_ratio") for half in halves],
+        _slower([row.get("compile_ratio") for row in rows]),
+    )
     yield ["Models by `torch.compile`, mean", "H200", *map(times, means), "", "", slower]
 
 
@@ -263,6 +277,17 @@ def as_shown(stem: str) -> str:
     return "\n\n".join([*summary, of(found, [column.head for column in shown], cells, words)])
 
 
+def compiled() -> str:
+    """Models by ``torch.compile``, without upconv and with it."""
+    cells = []
+    for each, row in compiled_rows():
+        ms = [f"{row[key]:.2f}" if row.get(key) else "" for key in ("compile_ms", "compile_ours_ms")]
+        ratio = times(row.get("compile_ratio"))
+        cells.append([row["case"], *ms, ratio, each["commit"][:7], each["when"][:10]])
+    heads = ["model", "compiled ms", "compiled, with upconv ms", "ratio", "commit", "date"]
+    return f"{table(heads, cells, 1)}\n\n{tables.where(compiled_rows()[0][0])}."
+
+
 def host() -> str:
     """What a call costs the host."""
     found, cells = load("h200-host"), []
@@ -310,10 +335,9 @@ def cpu() -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "cold": cold, "cpu": cpu,
-    "host": host, "shapes": shapes,
+    "compiled": compiled, "host": host, "shapes": shapes,
     "training": lambda: as_shown("h200-training"),
     "exported": lambda: as_shown("h200-exported"),
-    "compiled": lambda: as_shown("compiled/h200"),
     "curves": lambda: curves.stated(load("h200-curves")),
 }  # fmt: skip
 

@@ -200,8 +200,8 @@ def summary(found: Report) -> list[str]:
     if ours:
         lowest = min(ours, key=lambda row: float(row["ratio"]))
         lines.append(
-            f"[bold]{mean(ours):.2f}x[/] PyTorch's speed, geometric mean over the {len(ours)} rows that upconv's engine"
-            f" computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
+            f"[bold]{mean(ours):.2f}x[/] PyTorch's speed, geometric mean over {_rows(len(ours))} that upconv's engine "
+            f"computes; lowest {lowest['case']} {lowest['ratio']:.2f}x"
         )
         if "frozen_ratio" in ours[0]:
             lines.append(
@@ -209,8 +209,12 @@ def summary(found: Report) -> list[str]:
             )
     if theirs := [row["case"] for row in timed if row["engine"] == "torch"]:
         names = ", ".join(dict.fromkeys(theirs))
-        lines.append(f"{mean(timed):.2f}x with the {len(theirs)} rows left to PyTorch's own operator at 1: {names}")
+        lines.append(f"{mean(timed):.2f}x with {_rows(len(theirs))} left to PyTorch's own operator at 1: {names}")
     return lines
+
+
+def _rows(count: int) -> str:
+    return f"{count} rows" if count > 1 else "the one row"
 
 
 def show(found: Report, console: Console) -> None:

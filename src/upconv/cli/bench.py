@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -99,11 +102,35 @@ def run(options: SimpleNamespace, given: set[str]) -> int:
     path = None if options.json is None else writable("--json", options.json)
     if options.from_ is not None:
         _only(given, "--from", "from_", "json", "plot")
-        found = report.load(options.from_)
-    else:
-        measure = _measured(options, given)
+        return WRONG if _told(report.load(options.from_), path, picture) else 0
+    measure = _measured(options, given)
+    with _interrupted_once():
         with Progress() as tell:
             found = measure(tell)
+        failed = _told(found, path, picture)
+    if not found["complete"]:
+        return INTERRUPTED
+    return WRONG if failed else 0
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """The first Ctrl-C is an interrupt and others are ignored, to the process's end: what was measured gets written."""
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    was = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is first:
+            signal.signal(signal.SIGINT, was)
+
+
+def _told(found: Report, path: Path | None, picture: Path | None) -> bool:
+    """Shows, writes and draws a report; whether a row is wrong or something was not written."""
     screen, failed = console(), bool(report.wrong(found["rows"]))
     tables.show(found, screen)
     for done, to, write in (
@@ -117,9 +144,7 @@ def run(options: SimpleNamespace, given: set[str]) -> int:
             except (OSError, ValueError) as error:
                 print(f"upconv: {to} was not {done}: {error}", file=sys.stderr)
                 failed = True
-    if options.from_ is None and not found["complete"]:
-        return INTERRUPTED
-    return WRONG if failed else 0
+    return failed
 
 
 # --- kinds of runs ---------------------------------------------------------------------------------------------------
