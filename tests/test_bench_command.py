@@ -70,6 +70,15 @@ def test_a_path_that_cannot_be_written_is_a_sentence_at_once(
     assert (done.exit_code, done.output) == (2, f"upconv: {reason}\n") and not list(tmp_path.iterdir())
 
 
+def test_what_cannot_be_drawn_is_a_sentence(tmp_path: Path) -> None:
+    """Layers alone have a roof."""
+    file, picture = tmp_path / "r.json", tmp_path / "r.png"
+    report.save(report.gather([{"case": "vae", "ratio": 1.0, "ours_ms": 1.0, "failure": None}], CPU, "training"), file)
+    done = CliRunner().invoke(app, ["bench", "--from", str(file), "--plot", str(picture)])
+    reason = "a plot needs at least one layer with a speed, and this report has none"
+    assert (done.exit_code, done.stderr) == (1, f"upconv: {picture} was not drawn: {reason}\n")
+
+
 # --- spread ----------------------------------------------------------------------------------------------------------
 
 

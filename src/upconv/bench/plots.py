@@ -21,14 +21,14 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     """Draws a panel for each dtype, layout and pass of the reports, PNG or SVG by the path's suffix.
 
     Raises:
-        ValueError: a report without a row that has a speed.
+        ValueError: a report without a layer that has a speed.
         ImportError: matplotlib is not installed.
     """
     panels: list[tuple[str, list[Row]]] = []
     for found in reports:
-        rows = [row for row in found["rows"] if row.get("ratio") is not None]
+        rows = [row for row in found["rows"] if "roof_ms" in row and row["ratio"] is not None]
         if not rows:
-            raise ValueError("a plot needs at least one row with a speed, and this report has none")
+            raise ValueError("a plot needs at least one layer with a speed, and this report has none")
         by_way: dict[str, list[Row]] = {}
         for row in rows:
             by_way.setdefault(" · ".join(str(column.text(row)) for column in SWEPT[1:]), []).append(row)
