@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from upconv import reference
 from upconv.bench import run, timing
 from upconv.bench.suites import SUITES, choose
 from upconv.bench.timing import Repeats
-from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import Gpu, gpu
@@ -95,13 +92,6 @@ def measure(
     return [Timed(t, estimate, median(taken[str(i)]), errors[i]) for i, (estimate, t) in enumerate(tilings)]
 
 
-def compile_all(tilings: Sequence[Tiling], p: Problem, on: Gpu) -> None:
-    """Leaves all their kernels in the cache; NVRTC compiles on several threads."""
-    units = [unit for t in tilings for unit in gather.Choice(t, p, on).sources()[:1]]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda unit: jit.cubin(unit.source, on.arch, unit.label), units))
-
-
 def shown(name: str, p: Problem, found: Sequence[Timed], on: Gpu) -> Table:
     """A line a tiling, the model's choice first; the title says what that loses."""
     right = [one for one in found if one.error <= TOLERANCE[p.precision]]
@@ -130,7 +120,7 @@ def main() -> int:
         if gather_search.refusal(p, on):
             continue
         tilings = fastest(p, on, options.most, options.within)
-        compile_all([t for _, t in tilings], p, on)
+        run.compile_all((unit for _, t in tilings for unit in gather.Choice(t, p, on).sources()[:1]), on.arch)
         found = measure(p, tilings, on, take, device)
         right &= all(one.error <= TOLERANCE[p.precision] for one in found)
         console.print(shown(job.case, p, found, on))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from upconv.bench.suites import Case, quick
 from upconv.bench.timing import Repeats, Side
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
+
+if TYPE_CHECKING:
+    from upconv.cuda.launches import Unit
 
 
 class Way(NamedTuple):
@@ -209,25 +212,31 @@ def measure(
 
 
 def _compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> None:
-    """Compiles the kernels of all jobs at once, in threads, so that no row waits for its own.
+    """Compiles the kernels of all jobs at once, so that no row waits for its own.
 
-    What no family can plan or NVRTC compile is left to the row that needs it, which says so. Of a gradient also the
-    forward ahead of it is compiled.
+    What no family can plan is left to the row that needs it. Of a gradient also the forward ahead of it is compiled.
     """
-    from upconv.cuda.compile import jit, nvrtc
-
     where = planner.device_of(device)
-    if nvrtc.unavailable() is not None or where.gpu is None:
+    found: list[Unit] = []
+    if where.gpu is None:
         return
-    arch, found = where.gpu.arch, dict[str, str]()
     for job in todo:
         tell(f"planning {job}")
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():
-                found.update({unit.source: unit.label for unit in choice.sources()})
+                found += choice.sources()
+    compile_all(found, where.gpu.arch)
+
+
+def compile_all(units: Iterable[Unit], arch: str) -> None:
+    """Brings kernels into the cache, many at once; what NVRTC cannot compile fails where it is needed."""
+    from upconv.cuda.compile import jit, nvrtc
+
+    if nvrtc.unavailable() is not None:
+        return
     with ThreadPoolExecutor(16) as pool:
-        jobs = [pool.submit(jit.cubin, source, arch, label) for source, label in found.items()]
+        jobs = [pool.submit(jit.cubin, unit.source, arch, unit.label) for unit in dict.fromkeys(units)]
         try:
             wait(jobs)
         except KeyboardInterrupt:
