@@ -171,7 +171,8 @@ def where(found: Report) -> str:
 
 def conditions(found: Report) -> str:
     """Where, of what commit and when a report was measured, in a line."""
-    return f"{where(found)}, commit {(found['commit'] or 'unknown')[:7]}, {found['when'][:10]}"
+    commit = found["commit"] or "unknown"
+    return f"{where(found)}, commit {commit[:7]}{commit[40:]}, {found['when'][:10]}"  # which may be dirty
 
 
 def ceiling_text(ceilings: Any) -> str:
