@@ -424,8 +424,8 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
         found.loaded.append(entry)
         return entry
 
-    def encode(kind: Any, address: int, *_: Any, **named: Any) -> bytes:
-        return struct.pack("<16Q", *[address + kind.begin] * 16)
+    def encode(of: Any, address: int) -> bytes:
+        return struct.pack("<16Q", *[address + of.tensor.begin] * 16)
 
     monkeypatch.setattr(jit, "kernel", kernel)
     stand_in(

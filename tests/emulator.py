@@ -19,8 +19,8 @@ import torch
 
 from conftest import compiled_for_host, stand_in
 from upconv.cuda.compile import jit, launch
-from upconv.cuda.compile.boxes import Five, Tensor5, Words
 from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.launches import Map
 
 _HEADER = r'#line 1 "{}\.cuh"\n.*?\n(?=#line )'
 _CALL = """
@@ -127,31 +127,14 @@ class _Launcher:
         return 132
 
 
-def encode(
-    tensor: Tensor5,
-    address: int,
-    dtype: torch.dtype,
-    box: Five,
-    steps: Five,
-    span: int = 0,
-    rounded: bool = False,
-    promotion: int = 128,
-) -> Words:
-    """`boxes.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
+def encode(of: Map, address: int) -> bytes:
+    """`launches.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""
+    box, steps, element = of.box, of.steps, of.dtype.itemsize
     assert len(box) == 5 and max(box) <= 256 and min(box) >= 1 and max(steps) <= 8 and min(steps) >= 1
-    assert steps[0] == 1 and (not span or box[0] * dtype.itemsize <= span), "a row of the box is within the swizzle"
-    strides = (dtype.itemsize, *tensor.strides)
-    return struct.pack(
-        "<6Q5I5H5H2HI4x",
-        address + tensor.begin,
-        *strides,
-        *tensor.dims,
-        *box,
-        *steps,
-        span,
-        int(rounded and dtype is torch.float32),
-        0,
-    ).ljust(128, b"\0")
+    assert steps[0] == 1 and (not of.span or box[0] * element <= of.span), "a row of the box is within the swizzle"
+    strides, rounded = (element, *of.tensor.strides), of.rounded and of.dtype is torch.float32
+    numbers = (address + of.tensor.begin, *strides, *of.tensor.dims, *box, *steps, of.span, rounded, 0)
+    return struct.pack("<6Q5I5H5H2HI4x", *numbers).ljust(128, b"\0")
 
 
 @pytest.fixture

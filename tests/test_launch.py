@@ -260,7 +260,7 @@ def test_a_map_that_does_not_begin_with_an_address_is_an_error(monkeypatch: pyte
     """Launches write addresses there."""
     box = Map("source", Tensor5(0, (1,) * 5, (16,) * 4), torch.float32, (1,) * 5)
     launch = Launch(Unit("f", "f", ("f",)), "f", 1, 64, 16, (Pointer("source"), box))
-    monkeypatch.setattr(launches, "encode", lambda tensor, address, *_: struct.pack("<16Q", *[address >> 4] * 16))
+    monkeypatch.setattr(launches, "encode", lambda of, address: struct.pack("<16Q", *[address >> 4] * 16))
     with pytest.raises(RuntimeError, match=r"first word must be its tensor.s address; got 0x10000000000$"):
         _ = launch.encoded
 

@@ -230,8 +230,8 @@ def module() -> Any:
     return found
 
 
-def encode(tensor: Tensor5, address: int, *_: Any) -> bytes:
-    return struct.pack("<16Q", address + tensor.begin, 7, 2**64 - 1, *[0] * 13)
+def encode(of: Map, address: int) -> bytes:
+    return struct.pack("<16Q", address + of.tensor.begin, 7, 2**64 - 1, *[0] * 13)
 
 
 @pytest.fixture

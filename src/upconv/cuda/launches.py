@@ -9,14 +9,16 @@ launches share: `Scratch` and `Zeros`.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from upconv.cuda.compile.boxes import Five, Tensor5, Words, encode
+from upconv.cuda.compile import driver
+from upconv.cuda.compile.boxes import Five, Tensor5
 
 
 @dataclass(frozen=True)
@@ -90,22 +92,48 @@ class Long(Argument):
 
 @dataclass(frozen=True)
 class Map(Argument):
-    """A ``CUtensorMap`` over an operand, which must begin at 16 bytes. The fields are those of `boxes.encode`."""
+    """A ``CUtensorMap`` over an operand, which must begin at 16 bytes."""
 
     operand: Operand
     tensor: Tensor5
+    """What is copied from, or to."""
     dtype: torch.dtype
     box: Five
+    """Elements that a copy traverses along each dimension."""
     steps: Five = (1, 1, 1, 1, 1)
+    """From one of them that is copied to the next."""
     span: int = 0
+    """Bytes of the swizzle, 32, 64 or 128; 0: none."""
     rounded: bool = False
+    """float32 becomes TF32 on its way, to nearest even."""
     promotion: int = 128
+    """Bytes that the cache asks memory for at a time, 128 or 256."""
 
-    def encoded(self, address: int) -> Words:
-        """Its 128 bytes for an operand at an address. Errors: those of `boxes.encode`."""
-        return encode(
-            self.tensor, address, self.dtype, self.box, self.steps, self.span, self.rounded, self.promotion
-        )  # fmt: skip
+
+def encode(of: Map, address: int) -> bytes:
+    """A map's 128 bytes for an operand at an address. Errors: RuntimeError with CUDA's, for what it does not take."""
+    cuda: Any = driver.bindings()
+    names = {
+        torch.float32: "TFLOAT32" if of.rounded else "FLOAT32",
+        torch.bfloat16: "BFLOAT16",
+        torch.float16: "FLOAT16",
+    }
+    swizzle = f"{of.span}B" if of.span else "NONE"
+    made = driver.drive(
+        cuda.cuTensorMapEncodeTiled,
+        getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{names[of.dtype]}"),
+        5,
+        address + of.tensor.begin,
+        [cuda.cuuint64_t(n) for n in of.tensor.dims],
+        [cuda.cuuint64_t(n) for n in of.tensor.strides],
+        [cuda.cuuint32_t(n) for n in of.box],
+        [cuda.cuuint32_t(n) for n in of.steps],
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
+        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{of.promotion}B"),
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return struct.pack("<16Q", *(int(word) for word in made.opaque))
 
 
 NULL = Pointer("")
@@ -155,7 +183,7 @@ class Launch:
         for a in self.arguments:
             if isinstance(a, Map):
                 places.append((len(words) // 8, a.operand, a.tensor.begin))
-                one = a.encoded(_ADDRESS)
+                one = encode(a, _ADDRESS)
                 if (first := int.from_bytes(one[:8], "little")) != _ADDRESS + a.tensor.begin:
                     raise RuntimeError(f"a tensor map's first word must be its tensor's address; got {first:#x}")
                 words += one

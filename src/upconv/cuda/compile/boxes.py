@@ -1,23 +1,16 @@
-"""What the tensor copy engine reads or writes: tensors of five dimensions, and the maps by which kernels name boxes."""
+"""What the tensor copy engine reads or writes: tensors of five dimensions, in boxes."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
-import torch
-
-from upconv.cuda.compile import driver
 from upconv.cuda.gpu import MAX_BOX
 
 Five = tuple[int, int, int, int, int]
-Words = bytes
-"""A ``CUtensorMap``, or several: 16 signed words of 64 bits each."""
 
 
 @dataclass(frozen=True)
@@ -129,58 +122,3 @@ def fullest(
                 best = rank, (-(-batch // times), slices, rows, columns)
     assert best is not None
     return best[0][0], best[1]
-
-
-def encode(
-    tensor: Tensor5,
-    address: int,
-    dtype: torch.dtype,
-    box: Five,
-    steps: Five,
-    span: int = 0,
-    rounded: bool = False,
-    promotion: int = 128,
-) -> Words:
-    """A ``CUtensorMap`` over a tensor, as its 128 bytes.
-
-    Args:
-        tensor: what is copied from, or to.
-        address: of the tensor that it is a part of, in bytes.
-        dtype: of its elements.
-        box: elements that a copy traverses along each dimension.
-        steps: from one of them that is copied to the next.
-        span: bytes of the swizzle, 32, 64 or 128; 0: none.
-        rounded: float32 becomes TF32 on its way, to nearest even.
-        promotion: bytes that the cache asks memory for at a time, 128 or 256.
-
-    Errors: RuntimeError with CUDA's error, for what the engine does not take.
-    """
-    cuda: Any = driver.bindings()
-    types = cuda.CUtensorMapDataType
-    kind = {
-        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 if rounded else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }[dtype]
-    swizzles = cuda.CUtensorMapSwizzle
-    swizzle = {
-        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }[span]
-    made = driver.drive(
-        cuda.cuTensorMapEncodeTiled,
-        kind,
-        5,
-        address + tensor.begin,
-        [cuda.cuuint64_t(n) for n in tensor.dims],
-        [cuda.cuuint64_t(n) for n in tensor.strides],
-        [cuda.cuuint32_t(n) for n in box],
-        [cuda.cuuint32_t(n) for n in steps],
-        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
-        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
-        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return struct.pack("<16Q", *(int(word) for word in made.opaque))
