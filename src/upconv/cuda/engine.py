@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from upconv.problem import Pass, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
-    from upconv.cuda.prepared import Prepared, PreparedWeight
     from upconv.planner import Plan
 
+Convolved = Any
+"""A plain convolution: a `upconv.convolutions.Convolution`, whose module imports this one."""
 
 # --- the call --------------------------------------------------------------------------------------------------------
 
@@ -52,29 +53,6 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
     runner = loaded(plan, index).forward
     assert runner is not None
     return runner(x, weight, bias, lasting)
-
-
-class Convolved(Protocol):
-    """How a plain convolution is computed (`upconv.convolutions`)."""
-
-    @property
-    def plan(self) -> Plan:
-        """The transposed convolution's."""
-
-    @property
-    def for_output(self) -> bool:
-        """Whether the forward is by the plan's kernels, its gradient for the input; else it is PyTorch's operator."""
-
-    @property
-    def for_input(self) -> bool:
-        """Whether its gradient for the input is by the plan's kernels."""
-
-    @property
-    def for_weight(self) -> bool: ...
-
-    @property
-    def sums(self) -> Plan:
-        """By which its gradient for the bias is taken."""
 
 
 def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,21 +137,34 @@ def _dense(t: Tensor, layout: torch.memory_format) -> Tensor:
     return t.resolve_neg().contiguous(memory_format=layout)
 
 
-class WeightRunner:
-    """A choice for the gradient for the weight on one device."""
+class _Runner:
+    """A choice for a pass on one device, with all that stays from call to call."""
 
     def __init__(self, plan: Plan, index: int, pass_: Pass) -> None:
-        p = plan.problem
-        self.plan, self.index = plan, index
-        self.shape = p.weight_shape
+        p, choice = plan.problem, plan.selection(pass_).choice
+        assert choice is not None
+        self.plan, self.index, self.pass_ = plan, index, pass_
+        self.shape = {"fwd": p.output_shape, "grad-input": p.input_shape}.get(pass_, p.weight_shape)
         self.format = cpu.memory_format(p.layout, p.rank)
-        self.strides = cpu.dense_strides(p.weight_shape, self.format)
+        self.strides = cpu.dense_strides(self.shape, self.format)
+        try:
+            with torch.cuda.device(index):
+                self.prepared: Any = choice.prepare(index)
+        except RuntimeError as error:
+            raise failure(plan, index, error, pass_) from error
+        self.casts = self.prepared.casts
+
+
+class WeightRunner(_Runner):
+    """A choice for the gradient for the weight."""
+
+    def __init__(self, plan: Plan, index: int, pass_: Pass) -> None:
+        super().__init__(plan, index, pass_)
+        p = plan.problem
         # An input of one channel, or of one pixel, can be dense in channels_last and yet not read as such. Then PyTorch
         # turns the output's gradient to NCHW, and the gradient for the weight follows it, whatever the weight's format.
         doubtful = p.layout == "channels_last" and (p.in_channels == 1 or max(p.size) == 1)
         self.otherwise = cpu.dense_strides(p.weight_shape, torch.contiguous_format) if doubtful else None
-        self.prepared: PreparedWeight = _prepare(plan, index, pass_)
-        self.casts = self.prepared.casts
 
     def __call__(self, x: Tensor, grad: Tensor, dtype: torch.dtype, lasting: bool = True) -> Tensor:
         """The gradient for the weight, in its ``dtype`` and the problem's layout.
@@ -182,7 +173,9 @@ class WeightRunner:
         """
         if x.is_neg() or not x.is_contiguous(memory_format=self.format):
             x = _dense(x, self.format)
-        strides = self.strides if self.otherwise is None else self._doubtful(x)
+        strides = self.strides
+        if self.otherwise is not None and not is_channels_last(x.shape, x.stride()):
+            strides = self.otherwise
         if dtype is x.dtype or not self.casts:
             out = x.new_empty_strided(self.shape, strides)
         else:
@@ -190,36 +183,16 @@ class WeightRunner:
         try:
             self.prepared.run(x, grad, out, lasting and not _capturing())
         except RuntimeError as error:
-            raise failure(self.plan, self.index, error, "grad-weight") from error
+            raise failure(self.plan, self.index, error, self.pass_) from error
         return out if out.dtype is dtype else out.to(dtype)
 
-    def _doubtful(self, x: Tensor) -> tuple[int, ...]:
-        """The result's strides for an input that may be read either way."""
-        assert self.otherwise is not None
-        return self.strides if is_channels_last(x.shape, x.stride()) else self.otherwise
 
-
-def _prepare(plan: Plan, index: int, pass_: Pass) -> Any:
-    choice = plan.selection(pass_).choice
-    assert choice is not None
-    try:
-        with torch.cuda.device(index):
-            return choice.prepare(index)
-    except RuntimeError as error:
-        raise failure(plan, index, error, pass_) from error
-
-
-class Runner:
-    """A choice for the forward or the gradient for the input on one device, with all that stays from call to call."""
+class Runner(_Runner):
+    """A choice for the forward or the gradient for the input."""
 
     def __init__(self, plan: Plan, index: int, pass_: Pass) -> None:
+        super().__init__(plan, index, pass_)
         p = plan.problem
-        self.plan, self.index, self.pass_ = plan, index, pass_
-        self.shape = p.output_shape if pass_ == "fwd" else p.input_shape
-        self.format = cpu.memory_format(p.layout, p.rank)
-        self.strides = cpu.dense_strides(self.shape, self.format)
-        self.prepared: Prepared = _prepare(plan, index, pass_)
-        self.casts = self.prepared.casts
         self.biased = self.prepared.biased
         self.packing = weights.number((pass_, self.prepared.packing, p.dtype, p.weight_shape))
 
