@@ -14,7 +14,7 @@ is I of the transposed one that has its weight.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
@@ -86,15 +86,8 @@ def _observed_backward(*tensors: Tensor) -> bool:
 # --- operations ------------------------------------------------------------------------------------------------------
 
 
-class Bilinear(ABC):
-    """What computes a call: a transposed convolution or a plain one. A `upconv.replay.calls.Operation`."""
-
-    plan: Plan
-    plain: bool
-
-    @abstractmethod
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """Those for input, weight and bias that ``mask`` asks for, without autograd."""
+class Bilinear(Operation):
+    """An operation whose derivatives of every order are transposed convolutions and their gradients."""
 
     @abstractmethod
     def theirs(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
@@ -132,10 +125,6 @@ class Transposed(Bilinear):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-
-    @property
-    def result(self) -> tuple[int, ...]:
-        return self.plan.problem.output_shape
 
     @property
     def inference(self) -> Transposed:

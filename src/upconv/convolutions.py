@@ -305,10 +305,6 @@ class Convolution(Bilinear):
         """As its other calls are computed."""
         return replace(self, training=False) if self.training else self
 
-    @property
-    def result(self) -> tuple[int, ...]:
-        return self.plan.problem.input_shape
-
     @cached_property
     def for_output(self) -> bool:
         """Whether the forward is our kernels'; found when it is first asked for."""
@@ -342,7 +338,7 @@ class Convolution(Bilinear):
     @cached_property
     def _strides(self) -> tuple[int, ...]:
         """Of a result, and of its gradient as it is recorded."""
-        return cpu.dense_strides(self.result, self._format)
+        return cpu.dense_strides(self.plan.problem.input_shape, self._format)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if engine.ready(self, x.get_device(), bias is not None) and self.for_output:

@@ -9,9 +9,10 @@ tracing, and negated, sparse or wrapped tensors are a difference too. What keys 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,32 +33,27 @@ Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 """For input, weight and bias."""
 
 
-class Operation(Protocol):
-    """What a call leads to: a transposed convolution by a plan, or a plain one."""
+class Operation(ABC):
+    """What computes a call: a transposed convolution by a plan, or a plain one. Hashable."""
 
-    def __hash__(self) -> int: ...
-
-    @property
-    def plain(self) -> bool: ...
-
-    @property
-    def plan(self) -> Plan:
-        """A plain convolution's is that of the transposed one whose gradient for the input it is."""
+    plan: Plan
+    """A plain convolution's is that of the transposed one whose gradient for the input it is."""
+    plain: bool
 
     @property
-    def result(self) -> tuple[int, ...]:
-        """The shape of the result, whose layout is that of the plan's problem."""
-
-    @property
+    @abstractmethod
     def inference(self) -> Operation:
         """What computes the same call where no gradient is recorded."""
 
+    @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """By our kernels, keeping nothing: on the current stream, without autograd."""
 
+    @abstractmethod
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """As `forward`, those that ``mask`` asks for."""
+        """As `forward`, those for input, weight and bias that ``mask`` asks for."""
 
+    @abstractmethod
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """The same in every state of autograd, autocast and functorch that a backward may run in."""
 
