@@ -1035,6 +1035,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1235,11 +1236,6 @@ u32 full, empty, parity;                                // of planes that come o
 __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-}
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
 }
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
@@ -1506,9 +1502,6 @@ using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
@@ -2014,6 +2007,8 @@ struct Class {
 
 // --- a chunk ---
 
+static constexpr int BYTES = T::X_TILE_BYTES;
+
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::X_TILE_BYTES);
   load_x(maps.of[0], c, 0, to, barrier);
@@ -2219,20 +2214,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2663,10 +2644,9 @@ struct GradInput {
 struct GradWeight {
   static constexpr int precision = 0, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
   static constexpr int g_pitch = 76, tile_n = 1, kernel_d = 1, sets_d = 1, kernel_h = 3, step_h = 1, taps_h = 3;
-  static constexpr int tile_h = 2, kernel_w = 3, step_w = 1, taps_w = 3, tile_w = 64, g_rows_h = 2, warpgroups = 3;
-  static constexpr int entries = 3, stages = 2, unrolled = 8, stack = 3, row_classes = 1, line_bytes = 256;
-  static constexpr int segment = 128, g_width = 32, run = 1, run_words = 0, producer_registers = 56;
-  static constexpr int consumer_registers = 152;
+  static constexpr int tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 64, g_rows_h = 2, warpgroups = 3, entries = 3;
+  static constexpr int stages = 2, unrolled = 8, stack = 3, row_classes = 1, line_bytes = 256, segment = 128;
+  static constexpr int g_width = 32, run = 1, run_words = 0, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, lines = false;
 };
 

@@ -18,20 +18,17 @@ Constraints:
   where its flags ask for IEEE float32 the plain kernels do.
 - For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
 - Rows that are no multiple of 4 columns are copied, with zeros behind them.
+- The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are cut.
 - Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 221 KB shared.
-- gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-  weights ring of 3 x 6 fragments, 226 KB shared.
+- forward: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4 stages of 512 places x 8 channels, 4
+  of 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
+- gradient for the input: pixels as rows, sweep: wgmma tf32, tile 13x16 (HxW), walks of 32 slices, 96 columns, chunk
+  of 8 channels, weights in a ring of 4 x 12 steps, 219 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
-
-A block of the forward, whose rings are of shared memory:
-  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 24 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 7 fragments ----------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -291,9 +288,6 @@ __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n"
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
 
 // --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
 
@@ -323,6 +317,14 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
+// The same, each turned: a row of memory is a column of the registers.
+__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// Four to shared memory, as `load_matrices` reads them (sm_90).
+__device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -333,18 +335,9 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
@@ -362,9 +355,6 @@ __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, fl
 // Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
@@ -413,34 +403,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 
-// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
-
-template <int STAGES>
-struct CursorOf {                                       // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
-
-// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-// The same of lanes that may be apart.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  leave(barrier, lane);
-}
-
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -455,303 +417,6 @@ struct Float32 {
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
-
-// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
-// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-
-// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
-// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
-// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
-
-__device__ __forceinline__ void claims_init(u32 ring) {
-  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
-}
-
-// The thread that claims. STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-//
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
-// are done. Null: tiles are dealt out evenly.
-template <class Sizes, int STEP>
-struct Claiming {
-  u32 ring;
-  u32* counters;
-  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : ring(s.claims), counters(s.counters), cursor({0, 0}) { ask(blockIdx.x); }
-  __device__ __forceinline__ void ask(int index) {
-    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
-    upcoming = index + gridDim.x;
-    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-  }
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
-  // and one more have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    const int index = upcoming;
-    ask(index);
-    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
-    barrier_arrive(ring + 8 * cursor.stage);
-    cursor.next();
-    return index;
-  }
-  __device__ __forceinline__ void end() {
-    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
-    for (int i = 0; i <= STEP; i++) counters[i] = 0;
-  }
-};
-
-// Others: warps, or (ALONE) single threads.
-template <class Sizes, bool ALONE>
-struct Told {
-  u32 ring;
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Told(const Sizes& s) : ring(s.claims), cursor({0, 0}) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
-    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
-    cursor.next();
-    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
-  }
-};
-
-// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
-// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
-template <class T, int N>
-struct Table {
-  T at[N];
-  __device__ constexpr const T& operator[](int i) const { return at[i]; }
-};
-
-template <class T, int N>
-__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
-  Table<T, N> found = {};
-  for (int i = 0; i < N; i++) found.at[i] = of[i];
-  return found;
-}
-
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
-
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-
-// Tensor maps of the input.
-template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-
-template <class C_>
-struct PixelTile {
-using C = C_;
-using Number = NumberOf<C::precision>;
-
-// --- pixels -----------------------------------------------------------------------------------------------------------
-
-static constexpr int PARTS = 1;  // of an operand
-static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
-static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::rows_d * C::rows_h;
-// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
-static constexpr int PIXELS = SEGMENTS * PITCH;
-static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-
-static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane + within / C::plane;
-}
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// --- roles ------------------------------------------------------------------------------------------------------------
-
-static constexpr int CONSUMERS = 2;
-static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-static constexpr int PRODUCER_WARPS = 192 / 32;
-static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
-
-// --- what kernels are told --------------------------------------------------------------------------------------------
-
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M-groups
-  u32* counters;                                       // claims.cuh's
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
-};
-
-template <int MORE>                                     // behind the input's
-struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
-
-// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
-
-struct Source {
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-template <class Tile>
-static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h * C::in_step_h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
-}
-
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-
-};
-
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
-template <class C>
-__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
-  u32 hi[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
-}
-
-// A walk over the chunks of a block's tiles.
-
-// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
-// the blocks that share these.
-template <class K, class Order = typename K::Order>
-struct Walk {
-  using Sizes = typename K::Sizes;
-  Order order;
-  int index, chunk;
-  typename K::Tile tile;
-
-  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
-  __device__ __forceinline__ void begin(const Sizes& s) {
-    index = order.first(s);
-    chunk = 0;
-    settle(s);
-  }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = K::tile_at(index, s);
-      if (chunk < K::end_chunk(tile, s)) return;
-      index = order.next(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= K::CHUNKS) settle(s);
-  }
-};
-
-// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
-
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
-template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
-
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
-// The orders of a block's roles, see claims.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed>
-struct Orders;
-template <class C, class Sizes>
-struct Orders<C, Sizes, true> {
-  using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
-};
-
-template <class C_>
-struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
-using C = C_;
-using T = PixelTile<C>;
-using Sizes = typename T::Sizes;
-
-static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
-static constexpr int SUBTILES = C::tile_d * W_SUBTILES;  // of 64 pixels
-static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
-static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int q = index;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  t.variant = 0;
-  t.cout_block = 0;
-  t.group = 0;
-  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * C::tile_d;
-  t.n = q / s.tiles_d;
-  return t;
-}
-
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
-static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b));
-}
-static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
-
-static __device__ __forceinline__ int end_chunk(int variant) {
-  return chunks_of(variant);
-}
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
-};
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
@@ -820,199 +485,669 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
   K::pack_weights(weight, packed, tap_step);
 }
 
-// Weights, from memory to a consumer's registers: fragments in the order in which they are used.
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
 
-// Packed weights of a tile's chunk (gather_pack.cuh).
-template <class C>
-__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
-  using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
-  return packed + before * G::FRAGMENT;
-}
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
 
-// --- the ring's stages, by the way that weights come ------------------------------------------------------------------
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
 
-template <class C>
-struct WeightsOf {
-using G = GatherWork<C>;
-using Memory = const char*;
-struct Source { const char *packed, *at; };
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+WGMMA_WIDTH(96, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2, "%48", "%49", "%50", "%51", "%52", "%53", "%54", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32))
+WGMMA_WIDTH(160, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4, "%80", "%81", "%82", "%83", "%84", "%85", "%86", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64))
+WGMMA_WIDTH(232, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," "%112,%113,%114,%115", "%116", "%117", "%118", "%119", "%120", "%121", "%122", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), FOUR_SUMS(112))
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
-static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
-}
-static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
+
+template <int STAGES>
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
 };
 
-// --- one thread fills the ring ----------------------------------------------------------------------------------------
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
 
-// A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
-// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
-template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
-  using G = GatherWork<C>;
-  using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::FRAGMENT;
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
+}
+
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
+}
+
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
+
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
+  }
+}
+
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
+// (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
+// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
+// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
+//
+//     f - kh (dilation_h pitch) - kw dilation_w,       pitch: results of a row
+//
+// of the source's places. So a tile is `places` neighbouring places of whatever rows, of which none is wasted at an
+// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
+// has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
+// `line`: one row of any length, of which a tile reads its part, and any padding.
+//
+// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is `span` rows of 32 bytes of
+// channels, and a tap is another first row. Weights are A, by descriptor, through a ring of `taps_of_stage` taps a stage.
+//
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source
+// that a tile and its halo touch to a slot (what lies beyond the source is zeros), and two warps pass them on as
+// rows of channels. (One instruction of 256 columns wants 154 registers as the kernel is compiled: 384 threads, two
+// warps of which turn, not 512 and six.)
+//
+// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to
+// tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
+// next, not from the one behind that.
+//
+// Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
+
+template <bool FIRST, class A, class B> struct EitherOf;
+template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };
+
+template <class C_>
+struct Joined : PacksUnits<Joined<C_>> {
+using C = C_;
+using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
+
+static constexpr int ELEMENT = 4;
+static constexpr bool NARROW = false;            // of 16 bits
+static constexpr int VEC = 16 / 4;
+static constexpr int PLACES = C::places;
+static constexpr int CK = 32 / 4;                 // channels of a chunk: a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
+static constexpr int ROWS_M = 64;
+static constexpr int TAPS = C::kernel_h * C::kernel_w;  // of a slice
+static constexpr int STAGES_OF_SLICE = (TAPS + C::taps_of_stage - 1) / C::taps_of_stage;
+static constexpr int TAP_BYTES = ROWS_M * 32;
+static constexpr int STAGE_BYTES = C::span * 32;
+static constexpr int WEIGHT_BYTES = C::taps_of_stage * TAP_BYTES;
+static constexpr int BOX_BYTES = C::rows * CK * C::box_w * 4;  // [channel][row][column], of 16 bits [row][channel][column, swizzled]
+static constexpr int SLOT_BYTES = BOX_BYTES;
+static constexpr int OUT_SPAN = 512;                    // bytes of a channel that are stored at a time
+static constexpr int OUT_PLACES = OUT_SPAN / 4;
+static constexpr int OUT_PITCH = OUT_SPAN + 32;  // so that channels meet different banks, and begin as late as in memory
+static constexpr int OUT_BYTES = 8 * OUT_PITCH;         // of a warp: eight channels
+
+static constexpr int CONSUMERS = 2, TURNERS = 2;
+static constexpr int THREADS = 128 + CONSUMERS * 128;
+static constexpr int LANES = 32;    // of those that turn a stage
+
+using Stages = RingOf<C::stages, STAGE_BYTES>;
+using Slots = RingOf<C::slots, SLOT_BYTES>;
+using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
+static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
+static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
+static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
+static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
+static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
+
+struct Memory {                                         // of a block; the rings' barriers are one behind the other
+  Stages stages;
+  Slots slots;
+  Weights weights;
+  u32 buffers, turns, trash;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
+  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
+}
+
+struct Sizes {
+  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
+  int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
+};
+
+struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
+
+// Neighbouring blocks have the same places.
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  int q = index, slice = q / s.tiles_f;
+  return {slice / s.out_d, slice % s.out_d, 0, q % s.tiles_f * C::places};
+}
+static __device__ __forceinline__ int halo(const Sizes& s) { return (C::kernel_h - 1) * s.pitch + (C::kernel_w - 1); }
+
+// The kernel's slices that meet the source's; of others nothing is loaded or multiplied.
+struct Slices { int first, count; };
+static __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
+  int d = t.d, first = d < s.in_d ? 0 : (d - s.in_d) + 1, last = d;
+  if (last > C::kernel_d - 1) last = C::kernel_d - 1;
+  return {first, last < first ? 0 : last - first + 1};
+}
+
+// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
+// halo. Rows ahead of the first are -1 and so on; of a line a box begins at 16 bytes.
+struct Corner { int row, w, ahead; };
+static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
+  int f = t.f - halo(s);
+  int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row, 0, f - row * s.pitch};
+}
+static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+static constexpr int PACK_UNITS = CHUNKS * C::kernel_d * TAPS * ROWS_M * 2;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
+
+static __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
+
+// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
+// either. The weight is (C::cin, C::cout, kernel), flipped (C::cout, C::cin, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % TAPS_IN_ALL, chunk = rest / TAPS_IN_ALL % CHUNKS;
+  int cout = rest / (TAPS_IN_ALL * CHUNKS) * ROWS_M + row;
+  write((long long)rest * TAP_BYTES + unit_at(row, unit), [=](int e) -> WeightAt {
+    int cin = chunk * CK + unit * VEC + e;
+    return {cin < C::cin && cout < C::cout, cin, cout, tap};
+  });
+}
+
+// =====================================================================================================================
+// Producers: a thread for weights, one for pixels, warps that turn these
+// =====================================================================================================================
+
+static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
+  typename Weights::Cursor cursor = {0, 1};             // all are free at first
   wait_for_results();                                   // of `pack`
-  typename G::AloneOrder order(s);
-  CursorOf<C::stages_w> cursor = {0, 1};
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    const typename G::Tile t = G::tile_at(index, s);
-    typename W::Source from = W::source_of(memory, t);
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    const char* from = packed + ((long long)t.block * (CHUNKS * C::kernel_d) + slices.first) * (TAPS * TAP_BYTES);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
-      W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
+    for (int chunk = 0; chunk < CHUNKS; chunk++, from += (C::kernel_d - slices.count) * (TAPS * TAP_BYTES))
 #pragma unroll 1
-      while (left > 0) {
-        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
-        left -= stretch;
+      for (int slice = 0; slice < slices.count; slice++)
 #pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-          barrier_wait(empty + cursor.stage * 8, cursor.parity);
-          W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+        for (int tap = 0; tap < TAPS; tap += C::taps_of_stage, cursor.next()) {
+          u32 barrier = ring.full(cursor), bytes = C::taps_of_stage * TAP_BYTES;
+          ring.wait_empty(cursor);
+          expect_bytes(barrier, bytes);
+          copy_bulk(ring.stage(cursor), from, bytes, barrier);
+          from += bytes;
         }
+  }
+}
+
+// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
+// (docs/experiments.md).
+static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, const Slots& slots) {
+  typename Slots::Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    const Corner corner = corner_of(t, s);
+    int first = t.d - slices.first;
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+#pragma unroll 1
+      for (int d = first; d > first - slices.count; d -= C::dilation_d, cursor.next()) {
+        u32 to = slots.stage(cursor), barrier = slots.full(cursor);
+        slots.wait_empty(cursor);
+        expect_bytes(barrier, BOX_BYTES);
+        int w = corner.w, c = chunk * CK;
+        load_box(to, map, w, corner.row, d, c, t.n, barrier);
+      }
+  }
+}
+
+// What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
+// several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
+
+// 16 bits. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where
+// there is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
+struct Turn16 {
+  int rows, zeros;
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+    int behind = s.pitch - C::box_w;
+    rows = rows_of(ahead, span, s), zeros = 0;
+    if (behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
+  }
+  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
+    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
+    u32 from = slot + (half * 8 + own) * 128;
+#pragma unroll 1
+    for (int i = lane >> 5; i < rows; i += C::warps_of_stage) {  // a row's box
+      int row = i, w = second * 8 + own, p = row * (s.pitch) + w - ahead;
+      u32 at = from + row * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
+      u32 v[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
+#pragma unroll
+      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
+    }
+    int behind = s.pitch - C::box_w;
+#pragma unroll 1
+    for (int i = lane, at = zeros; i < rows * behind;) {
+      if ((u32)at < (u32)span) {
+        store_shared_128(stage + at * 32, 0, 0, 0, 0);
+        store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
+      }
+      if ((i += LANES) < rows * behind) at = i / behind * s.pitch + C::box_w + i % behind - ahead;
+    }
+  }
+};
+
+// Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
+// has rounded to TF32.
+struct Turn32 {
+  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3, CHANNEL_BYTES = C::rows * C::box_w * 4;
+  u32 from[OWN_PIXELS];
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
+      from[k] = w < C::box_w && p < span ? w / C::box_w * BOX_BYTES + (row * C::box_w + w % C::box_w) * 4 : ~0u;
+    }
+  }
+  __device__ __forceinline__ void turn(const Sizes&, int, int span, u32 slot, u32 stage, u32, int lane) const {
+#pragma unroll
+    for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
+      u32 v[AT_ONCE][8];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
+        int p = lane + (first + i) * LANES;
+        if (p >= span) break;
+        store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
+        store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
       }
     }
   }
+};
+
+static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory& memory, int thread) {
+  typename Slots::Cursor slot = {0, 0};
+  typename Stages::Cursor stage = {0, 1};
+  int turn_of = 0, warp = thread >> 5, lane = thread % LANES, span = C::places + halo(s);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    int ahead = corner_of(t, s).ahead;
+    typename EitherOf<NARROW, Turn16, Turn32>::Type own;
+    own.locate(s, ahead, span, lane);
+#pragma unroll 1
+    for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
+      bool others = turn_of != warp;
+      turn_of = (turn_of + 1) % TURNERS;
+      if (others) continue;
+      memory.slots.wait_full(slot);
+      memory.stages.wait_empty(stage);
+      own.turn(s, ahead, span, memory.slots.stage(slot), memory.stages.stage(stage), memory.trash, lane);
+      fence_async_shared();
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(memory.stages.full(stage));
+      if (thread % 32 == 0) barrier_arrive(memory.slots.empty(slot));
+    }
+  }
 }
 
-// --- the consumers' side ----------------------------------------------------------------------------------------------
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
+
+// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
+// many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
+// words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
+static __device__ __forceinline__ void store(
+    const float (&acc)[C::places / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
+  int left = (s.plane - t.f < C::places ? s.plane - t.f : C::places) * 4;
+  long long plane = (long long)s.out_d * s.plane * 4;  // of a channel
+  y += ((long long)t.n * C::cout + block) * plane + ((long long)t.d * s.plane + t.f) * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    int channel = block + 8 * h + g;
+    float b = bias && channel < C::cout ? Number::value(bias[channel]) : 0.f;
+    char* to = y + 8 * h * plane;
+    u32 late = (u32)(u64)(to + g * plane) & 15, from = buffer + g * OUT_PITCH;
+#pragma unroll
+    for (int first = 0; first < C::places; first += OUT_PLACES, to += OUT_SPAN) {
+      const int most = (C::places - first < OUT_PLACES ? C::places - first : OUT_PLACES) * 4;
+      int bytes = left - first * 4 < most ? left - first * 4 : most;
+#pragma unroll
+      for (int j = 0; j < OUT_PLACES / 8; j++) {
+        if (first + 8 * j >= C::places) break;
+        u32 at = from + late + (8 * j + 2 * q) * 4;
+        const int i = 4 * (j + first / 8) + 2 * h;
+        float v = acc[i] + b, w = acc[i + 1] + b;
+        store_shared_f32x2(at, v, w);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        char* line = to + r * plane;
+        u32 begins = (u32)(u64)line & 15, at = ((begins + 15) & 16) + lane * 16, v[4];
+        bool ok = (int)at + 16 <= (int)begins + bytes && block + 8 * h + r < C::cout;
+        load_shared_128(v, buffer + r * OUT_PITCH + (ok ? at : 0));
+        store_global_128_if(line - begins + at, v, ok);
+      }
+      int end = (int)late + bytes, a = (late + 15) & 16, z = end & ~15, head = late + q * 4, tail = z + q * 4;
+      char* line = to + g * plane - late;
+      bool heads = channel < C::cout && head < a && head < end, tails = channel < C::cout && tail >= a && tail < end;
+      store_global_if(line + head, load_shared_u32_if(from + head, heads), heads);
+      store_global_if(line + tail, load_shared_u32_if(from + tail, tails), tails);
+      __syncwarp();
+    }
+  }
+}
+
+// Adds what `COUNT` taps of a stage give, from one on, as far as there are such.
+template <int COUNT>
+static __device__ __forceinline__ void multiply_taps(float (&acc)[C::places / 2], u32 of_taps, u32 pixels, int first, int shift_h) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    const int tap = first + k;
+    u64 a = ROWS_OF<32> | (u64)(of_taps + k * (TAP_BYTES / 16));
+    u64 b = ROWS_OF<32> | (u64)(pixels - tap / C::kernel_w * shift_h - tap % C::kernel_w * 2);
+    if (tap < TAPS) WgmmaOf<PLACES>::template multiply<C::precision, false, false, true>(acc, a, b);
+  }
+}
+
+static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Memory& memory, int own, int thread) {
+  int lane = thread & 31, warp = thread >> 5;
+  typename Stages::Cursor stage = {0, 0};
+  typename Weights::Cursor weights = {0, 0};
+  u32 parity = 0, buffer = memory.buffers + (own * 4 + warp) * OUT_BYTES;
+  int shift_h = s.pitch * 2, begin = halo(s) * 2;  // in 16 bytes
+  if (own == 1 && lane == 0) barrier_arrive(memory.turns);  // the first turn is the other's
+#pragma unroll 1
+  for (int index = blockIdx.x, of = 0; index < s.tiles; index += gridDim.x, of ^= 1) {
+    const Tile t = tile_at(index, s);
+    int count = CHUNKS * slices_of(t, s).count;
+    if (of != own) {
+      stage.move(count);
+      weights.move(count * STAGES_OF_SLICE);
+      continue;
+    }
+    float acc[C::places / 2];
+    zero(acc);
+    barrier_wait(memory.turns + own * 8, parity);
+    parity ^= 1;
+    u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
+#pragma unroll 1
+    for (int i = 0; i < count; i++, stage.next()) {
+      u32 pixels = uniform(lower(memory.stages.stage(stage)) + begin);
+      memory.stages.wait_full(stage);
+#pragma unroll
+      for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
+        u32 of_taps = uniform(lower(memory.weights.stage(weights)));
+        memory.weights.wait_full(weights);
+        wgmma_fence();
+        multiply_taps<C::taps_of_stage>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(behind_w, lane);
+        if (part == 0) give_back(behind, lane);
+        behind_w = memory.weights.empty(weights);
+      }
+      behind = memory.stages.empty(stage);
+    }
+    if (lane == 0) barrier_arrive(memory.turns + (own ^ 1) * 8);
+    wgmma_wait<0>();
+    give_back(behind_w, lane);
+    give_back(behind, lane);
+    store(acc, bias, y, s, t, buffer, warp, lane);
+  }
+}
+
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 address) {
+  const Memory memory = memory_at(address);
+  run_block<1, CONSUMERS, 96, 200>(
+      [&] {
+        memory.stages.init(C::warps_of_stage, 4);
+        memory.slots.init(1, C::warps_of_stage);
+        memory.weights.init(1, 4);
+        for (int i = 0; i < CONSUMERS; i++) barrier_init(memory.turns + 8 * i, 4);
+      },
+      [&] {
+        constexpr int TURNER_THREADS = TURNERS * 32;
+        if (threadIdx.x < TURNER_THREADS) turn_pixels(s, memory, threadIdx.x);
+        if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, memory.slots);
+        if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, memory.weights);
+      },
+      [&](int consumer, int thread) { consume(bias, y, s, memory, consumer, thread); });
+}
+};
 
 template <class C>
-struct Fragments {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
+__global__ void __launch_bounds__(Joined<C>::THREADS, 1)
+joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
+       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
+}
 
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), longest = C::taps_unrolled, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (left % longest);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
+// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
+// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
+template <class T, int N>
+struct Table {
+  T at[N];
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
 };
 
-// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
-// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
-//
-// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
-// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
-// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
-
-template <class C>
-struct Shuffle {
-static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
-static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
-
-struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
-
-static __device__ __forceinline__ Line line_at(int line) {
-  return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
+template <class T, int N>
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+  Table<T, N> found = {};
+  for (int i = 0; i < N; i++) found.at[i] = of[i];
+  return found;
 }
 
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
-
-static __device__ __forceinline__ Row row_at(int row) {
-  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
-  Line line = line_at(number);
-  int place = within % C::inner, channel = line.channel;
-  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, place};
+// An array's element: of an index that the compiler knows once loops are unrolled.
+template <const auto& VALUES>
+__device__ __forceinline__ constexpr int value_at(int i) {
+  constexpr auto found = table_of<int>(VALUES);
+  return found[i];
 }
 
-// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
-// has that tap, and whether it exists.
-static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
-  Row of = row_at(row);
-  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
-  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
-  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
-  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
-  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
+// The same of any index, from constant memory.
+template <const auto& VALUES>
+__device__ __forceinline__ int constant_at(int i) {
+  static __constant__ const auto found = table_of<int>(VALUES);
+  return found[i];
 }
-};
 
-// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
-template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
+// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
-
-// [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
-template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
+// Tensor maps of the input.
+template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
 
 template <class C_>
-struct GatherPack : PacksUnits<GatherPack<C_>> {
+struct PixelTile {
 using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
+using Number = NumberOf<C::precision>;
 
-// Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
-template <class Write>
-static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  int rest = i;
-  const auto next = [&rest](int count) {
-    const int found = rest % count;
-    rest /= count;
-    return found;
-  };
-  int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
-  if (write.tap_step != 1) entry = next(G::ENTRIES);
-  const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
-  const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
-  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
-  write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
-    const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
-    WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    if constexpr (SHUFFLED) {
-      Shuffle<C>::find_weight(found, m, k);
-    } else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
-    }
-    return found;
-  });
+// --- pixels -----------------------------------------------------------------------------------------------------------
+
+static constexpr int ELEMENT = 4;
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
+// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
+// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
+static constexpr int PIXELS = C::rows_h * PITCH;
+static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
+
+static __device__ __forceinline__ int column_of(int within) {
+  return within % C::plane + within / C::plane;
 }
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+static __device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+static constexpr int CONSUMERS = 2;
+static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+static constexpr int PRODUCER_WARPS = 192 / 32;
+static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
+static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
+
+// --- what kernels are told --------------------------------------------------------------------------------------------
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M-groups
+  u32* counters;                                       // claims.cuh's
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
 };
+
+template <int MORE>                                     // behind the input's
+struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
+
+// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+
+struct Source {
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+template <class Tile>
+static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d, t.h, t.w, chunk * C::ck, C::cin_g - chunk * C::ck};
+}
+
+};
+
+// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+template <class C>
+__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
+  u32 hi[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
+}
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
 
@@ -1027,6 +1162,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1039,7 +1175,7 @@ static __device__ __forceinline__ bool aligned(u32 plane) { return plane % Pixel
 template <class C>
 struct BoxedRows {
 static constexpr int UNITS = (C::columns + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::rows_d * C::rows_h * C::box_units * 16;
+static constexpr int CHANNEL = C::rows_h * C::box_units * 16;
 using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
 };
 
@@ -1050,14 +1186,47 @@ using Of = typename BoxedRows<C>::Of;
 static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {at.w + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
+  return {at.w + r * BOX_COLUMNS, at.h, at.d, at.channel, at.n};
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
   // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * C::rows_h) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
+};
+
+// A walk over the chunks of a block's tiles.
+
+// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
+// the blocks that share these.
+template <class K, class Order = typename K::Order>
+struct Walk {
+  using Sizes = typename K::Sizes;
+  Order order;
+  int index, chunk;
+  typename K::Tile tile;
+
+  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
+  __device__ __forceinline__ void begin(const Sizes& s) {
+    index = order.first(s);
+    chunk = 0;
+    settle(s);
+  }
+  __device__ __forceinline__ bool live(const Sizes& s) const {
+    return index < s.tiles;
+  }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = K::tile_at(index, s);
+      if (chunk < K::end_chunk(tile, s)) return;
+      index = order.next(index, s);
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= K::CHUNKS) settle(s);
+  }
 };
 
 // The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
@@ -1111,7 +1280,7 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
-    int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
+    int column = T::column_of(within), image = segment / C::rows_h;
     if (thread + k * 192 >= T::PIXELS) break;
     const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
     from[k] = place.from;
@@ -1180,561 +1349,320 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
   }
 };
 
-// A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
-
-template <class C>
-struct Columns {
-using G = GatherWork<C>;
-static constexpr int NB = G::NB;
-
-struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
-
-static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int W = G::W_SUBTILES;
-  return {subtile / (W * C::tile_d), subtile / W % C::tile_d,
-          0, subtile % W * C::sub_w};
-}
-static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
-  Place p = place_of(subtile);
-  return ((p.n * C::rows_d + p.d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
-}
-static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::row_step_h * G::PITCH;  // pixel rows from one group of eight columns to the next
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; C::split == 0 && nb < NB; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
-  return true;
-}
-static __device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-u32 start;
-int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
-
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
-  // By a shuffle, so that ptxas counts in uniform registers.
-  start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-}
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
-  multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
-}
-
-template <bool ADDS>
-__device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += 1) {
-    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-    using Sums = float[SUBTILES_AT_ONCE * 32];
-    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
-  }
-}
-
-};
-
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = 1>
-struct ChunkOf;
-
-template <class C>
-struct StepOf {
-using G = GatherWork<C>;
-using Weights = Fragments<C>;
-using Pixels = Columns<C>;
-using Sums = float[G::NB][32];
-using Sets = u32[C::fragment_sets][4];
-
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand();
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < C::taps_unrolled; i++) S::step(acc, a, weights, pixels, taps[i], i, C::taps_unrolled, lane);
-  weights.end_stretch(C::taps_unrolled);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
-  int e = G::first_entry(variant, 0), last = G::end_entry(variant, 0);
-#pragma unroll 1
-  for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[0], sum[0], weights, pixels, e, lane);
-}
-};
-
-// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
-// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
-
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
-// of all warps that hold these.
-template <class C>
-struct Runs : Columns<C> {
-using G = GatherWork<C>;
-using P = Columns<C>;
-using Number = typename G::Number;
-static constexpr int SUBTILES = C::run_groups;  // neighbours along W that a run crosses
-static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
-
-// Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return i; }
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-static __device__ __forceinline__ constexpr u64 packed_blocks() {
-  u64 packed = 0;
-  packed |= (u64)(1);
-  return packed;
-}
-static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
-// Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
-static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
-  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
-}
-};
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (C::rows_per_sub is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-template <class C> __constant__ const auto SUB_D = table_of<short>(C::subs_d);  // [variant][subs]: output offset of an M-row's sub-position
-template <class C> __constant__ const auto SUB_H = table_of<short>(C::subs_h);
-template <class C> __constant__ const auto U_W = table_of<short>(C::subs_w);    // [variant]: first W sub-position
-
-template <class C>
-__device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / C::rows_per_sub;
-  slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
-  slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
-  return slab;
-}
-
-// The biases of a thread's rows g and g + 8 of a slab, or zeros; `first` is the slab's first channel.
-template <class C>
-__device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWork<C>::Number::Type* bias, const Slab& slab, int first, int g) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    b[h] = 0.f;
-    if (bias && g + 8 * h < slab.couts) b[h] = GatherWork<C>::Number::value(bias[first + g + 8 * h]);
-  }
-}
-
-// A thread's biases, on all of its sums.
-template <class C>
-__device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
-#pragma unroll
-    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
-#pragma unroll
-      for (int e = 0; e < 32; e++) acc[0][nb][e] += b[e >> 1 & 1];
-}
-
-// Stores NCHW rows, by runs of eight channels.
-
-// Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
-template <class C>
-constexpr int RUN_PITCH = 128 + 32;
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if constexpr (UNIT == 16) load_shared_128(v, from);
-  else if constexpr (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
-  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
-template <class C>
-struct RowStores {
-using T = PixelTile<C>;
-static constexpr int OUTPUTS = C::run_groups * 8;  // of a row of a run
-static constexpr int PITCH = RUN_PITCH<C>;
-
-// In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * 4 / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end);
-  }
-}
-
-// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-    u32 v[ROWS];
-    bool in[ROWS];
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      in[k] = (u32)at[k] < (u32)end;
-      v[k] = load_shared_u32_if(from[k], in[k]);
-    }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) store_global_if(row[k], v[k], in[k]);
-  }
-}
-
-};
-
-template <class C>
-struct Epilogue : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = char*;
-using Rows = RowStores<C>;
-static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// One thread's 2 w_subs neighbouring outputs to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
-  constexpr int TOGETHER = 2;
-#pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-  u32 to = at + (0 ^ order) * 4;
-  store_shared_f32x2(to, v[0], v[0 ^ 1]);
-}
-
-// Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int q = lane & 3, order = 0;
-#pragma unroll
-  for (int k = 0; k < C::run_groups; k++) {
-    const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-      v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
-  }
-}
-
-// Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  if constexpr (UNIT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  int channel = slab.cout;
-  float b[2];
-  load_bias<C>(b, bias, slab, channel, g);
-  if (bias) add_bias<C>(acc, b);
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++) {
-    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      int oh = C::out_step_h * (t.h + place.h + i) + slab.oh;
-      int ow = (t.w + place.w) + U_W<C>[0], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
-      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = 8;
-        u32 row = buffer + g * Rows::PITCH;
-        {
-          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * 4>(misaligned)) pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        }
-        __syncwarp();
-      }
-    }
-  }
-}
-
-// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
-template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
-};
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, `cin` its channels, `out` the input's.
+// Sweep: a transposed convolution without strides on tensor cores, for few output channels. Pixels are the rows of a matrix
+// instruction (M), output channels its columns (N): a layer of 24 channels multiplies 24 columns, where `gather`, whose rows are
+// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union, of which half is useful.
 //
-// Work of a block (persistent, `for tile`): tile_n x tile_d x tile_h x tile_w positions q times one M-group. An M-group is
-// mb blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of ck channels.
+// A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all `slots` kernel slices side by
+// side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice
+// reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
+// useful but at the ends of a walk.
 //
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
-// `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
+// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay. A slice's chunks stay until both have
+// read them. A turn reads all of them, so a ring of fewer stages than chunks would wait for ever; one more lets the next slice begin.
 //
-// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
+// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
+// the instructions. Consumers halve them: `nb` x 64 each.
+//
+// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh): NCHW's by way of slots and a pass that turns
+// them, channels-last ones by a box that is the tile. Their results leave as they lie in registers, since a pixel's channels are
+// neighbours there. Weights are B, by descriptor: for a chunk and
+// a tap (of H and W) `b_columns` rows of a chunk's channels, swizzled as pixels are; a ring's stage has `w_stage` steps of K, whole taps.
+//
+// Constants are Sweep's C (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
+// Slices of a block's walks: the first, and from one to the next. K has the tiles.
+template <class K>
+struct SlicesInOrder {
+  using Sizes = typename K::Sizes;
+  __device__ __forceinline__ explicit SlicesInOrder(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes& s) const { return blockIdx.x * K::steps_of(s); }
+  __device__ __forceinline__ int next(int index, const Sizes& s) const {
+    int steps = K::steps_of(s);
+    return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
+  }
+  __device__ __forceinline__ void end() {}
+};
 
 template <class C_>
-struct Gather {
+struct Sweep : PixelTile<C_>, PacksUnits<Sweep<C_>> {
 using C = C_;
-using G = GatherWork<C>;
-using Sizes = typename G::Sizes;
-using Type = typename G::Number::Type;
-using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
-using Store = Epilogue<C>;
-using Result = typename Store::Result;
-static constexpr bool IN_TURN = C::split == 2;
-static constexpr bool DRAINED = false;
+using T = PixelTile<C>;
+using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
+using Sizes = typename T::Sizes;
 
-// --- shared memory ----------------------------------------------------------------------------------------------------
+static constexpr int ELEMENT = 4, VEC = T::VEC, ROW_BYTES = T::ROW_BYTES, K_STEPS = T::K_STEPS, PITCH = T::PITCH, CHUNKS = T::CHUNKS;
+static constexpr int CONSUMERS = T::CONSUMERS, PRODUCER_WARPS = T::PRODUCER_WARPS;
+static constexpr int STEP_BYTES = C::b_columns * 32;    // of weights, of a step of K
+static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-row pair
+static constexpr int SUMS = C::slots * SLOT_SUMS;
+static constexpr int POSITIONS = C::nb * 64;               // M-rows of a consumer
 
-static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
-static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
+// A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
+// that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
+static constexpr int LINE_UNITS = (C::tile_w + 2 * VEC - 2) / VEC;  // of a row
+static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that a consumer's positions are in
+static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
+static constexpr int BUFFER_BYTES = 8 * CHANNEL_PITCH;
 
-// --- consumers --------------------------------------------------------------------------------------------------------
+using Pixels = RingOf<C::stages_p, T::STAGE_BYTES>;
+using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
+using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Weights::BYTES;
+static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = C::split == 0 ? wg * G::NB : 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
-  int turn = 0;
-  typename G::Order order(s);
-  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
-  int following = 0;
+struct Tile {
+  int group;                                           // 0
+  int n, d, h, w;                                      // d: the input's slice
+  int step;                                            // of the walk
+};
+
+// Slices of a walk, and the output's of a segment.
+static __device__ __forceinline__ int segment_of(const Sizes& s) { return (s.out_d + s.tiles_d - 1) / s.tiles_d; }
+static __device__ __forceinline__ int steps_of(const Sizes& s) { return segment_of(s) + C::slots - 1; }
+
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int steps = steps_of(s), q = index / steps;
+  t.group = 0;
+  t.step = index - q * steps;
+  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) - C::first_slot;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+// Who brings pixels goes by these (gather_walk.cuh). Of slices that the input has not nothing is loaded.
+using Order = SlicesInOrder<Sweep>;
+using LoaderOrder = Order;
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
+static constexpr int SECOND = C::cin, TAPS_IN_ALL = C::slots * C::taps;
+
+// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel), for a
+// gradient for the input (C::cout, C::cin, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  int unit = i % T::UNITS_PER_ROW, column = i / T::UNITS_PER_ROW % C::b_columns, rest = i / (T::UNITS_PER_ROW * C::b_columns);
+  int entry = rest % C::tap_entries, first = rest / C::tap_entries * C::ck + unit * VEC;
+  int slot = column / C::slot_columns, cout = column % C::slot_columns;
+  int tap = (C::slots - 1 - slot) * C::taps + constant_at<C::tap_indices>(entry);
+  write((long long)rest * STEP_BYTES + T::unit_at(column, unit), [=](int e) -> WeightAt {
+    int cin = first + e;
+    return {cin < C::cin && cout < C::cout, cout, cin, tap};
+  });
+}
+
+// One thread: streams every slice's weights through the ring, chunk by chunk; those that stay it loads once.
+static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
+  wait_for_results();                                   // of `pack`
+  typename Weights::Cursor cursor = {0, 1};
+  const Order order(s);
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
-    const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
-    if (IN_TURN && (turn & 1) != wg) {
-      cursor.move(chunks);
-      weights.skip(0);
-      continue;
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    int chunks = end_chunk(tile_at(index, s), s);
+    const char* from = packed;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++)
+#pragma unroll 1
+      for (int left = C::tap_entries; left > 0; left -= C::w_stage, cursor.next()) {
+        u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES, barrier = ring.full(cursor);
+        ring.wait_empty(cursor);
+        expect_bytes(barrier, bytes);
+        copy_bulk(ring.stage(cursor), from, bytes, barrier);
+        from += bytes;
+      }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Reader {                                        // of the weights' ring
+  Weights ring;
+  typename Weights::Cursor cursor;                     // the stage to be waited for next
+  u32 held;                                            // the barrier of the stage that instructions still read; 0: none
+  u32 behind;                                          // of the pixels' chunk likewise
+};
+
+// acc += pixels x weights of a chunk; `start`: of the consumer's pixels, as descriptors have it. Instructions are queued up to two stages
+// of the ring ahead; what the stage before the last read is given back.
+static __device__ __forceinline__ void multiply_chunk(float (&acc)[C::nb][SUMS], u32 start, Reader& weights, int lane) {
+  u32 at = 0, barrier = 0;
+#pragma unroll
+  for (int i = 0; i < C::tap_entries; i++) {
+    if (i % C::w_stage == 0) {
+      barrier_wait(weights.ring.full(weights.cursor), weights.cursor.parity);
+      at = uniform(weights.ring.stage(weights.cursor) >> 4 | 1u << 16);
+      barrier = weights.ring.empty(weights.cursor);
+      weights.cursor.next();
+      wgmma_fence();
     }
-    float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
-      for (int nb = 0; nb < G::NB; nb++)
+    for (int nb = 0; nb < C::nb; nb++) {
+      u64 a = ROWS_OF<ROW_BYTES> | (start + (value_at<C::tap_rows>(i) + nb * 64) * (ROW_BYTES / 16));
+      u64 b = ROWS_OF<ROW_BYTES> | (at + i % C::w_stage * (STEP_BYTES / 16));
+      WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
+    }
+    if ((i + 1) % C::w_stage == 0 || i + 1 == C::tap_entries) {
+      wgmma_commit();
+      wgmma_wait<1>();
+      __syncwarp();
+      leave(weights.held, lane);
+      if (i < C::w_stage) leave(weights.behind, lane);
+      weights.held = barrier;
+    }
+  }
+}
+
+// NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in elements,
+// of which only the place in a unit counts.
+static __device__ __forceinline__ void fill_buffer(
+    const float (&acc)[C::nb][SUMS], int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
+  int lane = thread & 31, channel = (lane & 3) * 2, top = first / PITCH;
+  u32 column = buffer + channel * CHANNEL_PITCH;
+  float b[2];
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[0][nb][i] = 0.f;
-          opaque(acc[0][nb][i]);
-        }
-    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+  for (int c = 0; c < 2; c++) b[c] = bias ? Number::value(bias[8 * j + channel + c]) : 0.f;
+#pragma unroll
+  for (int nb = 0; nb < C::nb; nb++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int position = first + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8, row = position / PITCH, w = position - row * PITCH;
+      u32 place = column + (row - top) * (LINE_UNITS * 16) + w * 4;
+      u32 phase = begin + row * s.out_w + (8 * j + channel) * apart;  // where the row begins
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * 4;
+        float v = acc[nb][4 * j + 2 * h + c] + b[c];
+        if (w < C::tile_w) store_shared_f32(to, v);
+      }
+    }
+}
+
+// The sums of the first slot, an output slice's, of the consumer's positions.
+static __device__ __forceinline__ void store_rows(
+    const float (&acc)[C::nb][SUMS], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
+  int first = wg * POSITIONS, top = first / PITCH;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
+  int columns = s.out_w - t.w < C::tile_w ? s.out_w - t.w : C::tile_w, rows = s.out_h - t.h < C::tile_h ? s.out_h - t.h : C::tile_h;
+  y += t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
+#pragma unroll
+  for (int j = 0; j < C::slot_columns / 8; j++) {
+    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
+    named_sync(2 + wg, 128);                            // everyone has read what was there before
+    fill_buffer(acc, j, bias, s, (u32)(u64)y / 4, (u32)plane / 4, buffer, first, thread);
+    named_sync(2 + wg, 128);
+#pragma unroll 2  // more of them spill
+    for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
+      int index = thread + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = top + line / 8;
+      char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * 4;
+      int at = unit * VEC - (int)((u32)(u64)to / 4 % VEC);  // of the unit's first element in the row
+      int low = first - row * PITCH, high = low + POSITIONS;      // what of the row the consumer has
+      low = low > 0 ? low : 0, high = high < columns ? high : columns;
+      bool live = index < 8 * LINES * LINE_UNITS && row < rows;
+      bool whole = live && at >= low && at + VEC <= high;
+      u32 v[4];
+      load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
+      to += at * 4;
+      store_global_128_if(to, v, whole);
+      if (live && !whole && at + VEC > low && at < high) store_some<4>(to, v, at, low, high, true);
+    }
+  }
+}
+
+static __device__ __forceinline__ void consume(
+    const Type* bias, char* y, const Sizes& s, const Pixels& pixels, Reader& weights, u32 buffer, int wg, int thread) {
+  int lane = thread & 31;
+  typename Pixels::Cursor cursor = {0, 0};
+  // the first turn is warpgroup 0's
+  float acc[C::nb][SUMS];
+  const Order order(s);
+#pragma unroll 1
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    Tile t = tile_at(index, s);
+    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
+#pragma unroll
+    for (int nb = 0; nb < C::nb; nb++)
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) {
+        const bool carried = i < SUMS - SLOT_SUMS;
+        acc[nb][i] = carried && t.step > 0 ? acc[nb][carried ? i + SLOT_SUMS : i] : 0.f;
+        opaque(acc[nb][i]);
+      }
+    weights.held = weights.behind = 0;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      pixels.wait_full(cursor);
+      multiply_chunk(acc, uniform((pixels.stage(cursor) + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16), weights, lane);
+      weights.behind = pixels.empty(cursor);
     }
-    weights.end();
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if (EARLY) following = order.next(index, s);
-    auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    wgmma_wait<0>();
+    __syncwarp();
+    leave(weights.held, lane);
+    leave(weights.behind, lane);
+    if (t.step >= C::slots - 1 && od < s.out_d) {
+      store_rows(acc, bias, y, s, t, od, buffer, wg, thread);
+    }
   }
 }
 
-// --- a block ----------------------------------------------------------------------------------------------------------
+// =====================================================================================================================
 
-// What a kernel is given beside the sizes.
-struct Given {
-  const char* x;
-  const char* packed;
-  const Type* bias;
-  char* y;
-};
-// Of a result or, boxed, of weights the last.
-using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
+using TensorMaps = typename T::template TensorMapsAnd<0>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < C::stages_p; i++) {
-    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_s; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
-// All warps but the consumers'.
-template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
-  if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
-    load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-  }
-}
-
-template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < 2) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - 2;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
-  }
+static __device__ __forceinline__ void run(const char* x, const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMaps& maps, u32 memory) {
+  const Pixels pixels = Pixels::at(memory, memory + BARRIERS_AT);
+  const Weights ring = Weights::at(memory + RING_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES);
+  const Slots slots = Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES);
+  run_block<2, CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        pixels.init(PRODUCER_WARPS, CONSUMERS * 4);
+        ring.init(1, CONSUMERS * 4);
+        slots.init(1, PRODUCER_WARPS);
+      },
+      [&] {
+        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+        if (warp < PRODUCER_WARPS) {
+          const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
+          Producer<Sweep>::produce(x, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+        } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
+          load_boxes<Sweep>(maps, s, slots.stages, slots.full_at, slots.empty_at);
+        } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
+          stream_weights(packed, s, ring);
+        }
+      },
+      [&](int consumer, int thread) {
+        Reader weights = {ring, {0, 0}, 0, 0};
+        consume(bias, y, s, pixels, weights, memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
+      });
 }
 };
 
-// --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
-
-// `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
-template <class C>
-__global__ void __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
+template <class M>
+__global__ void __launch_bounds__(M::THREADS, 1)
+sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y,
+      int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+      const __grid_constant__ typename M::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  M::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2087,20 +2015,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2480,46 +2394,32 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 221 KB shared.
+// Forward: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4 stages of 512 places x 8 channels, 4 of
+// 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -4, columns = 28, plane = 28, precision = 0, cin = 32, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 1, tile_h = 8, tile_w = 24, in_step_h = 1, rows_d = 3, rows_h = 12, row_step_h = 1;
-  static constexpr int offsets_d[3] = {-2, -1, 0}, offsets_h[12] = {-4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1;
-  static constexpr int stages_p = 2, stages_s = 2, fetch = 1, first_d = -2, first_h = -4, box_units = 7, column_pad = 0;
-  static constexpr int cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 7;
-  static constexpr int ring_fragments = 42, out_step_h = 1, cout = 64, taps = 75, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, steps = 2, taps_unrolled = 25;
-  static constexpr int fragment_sets = 3, entries[2] = {0, 75};
-  static constexpr int tap_rows[75] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60, 84, 85, 86, 87, 88, 112, 113, 114, 115, 116, 336, 337, 338, 339, 340, 364, 365, 366, 367, 368, 392, 393, 394, 395, 396, 420, 421, 422, 423, 424, 448, 449, 450, 451, 452, 672, 673, 674, 675, 676, 700, 701, 702, 703, 704, 728, 729, 730, 731, 732, 756, 757, 758, 759, 760, 784, 785, 786, 787, 788};
-  static constexpr int tap_indices[75] = {74, 73, 72, 71, 70, 69, 68, 67, 66, 65, 64, 63, 62, 61, 60, 59, 58, 57, 56, 55, 54, 53, 52, 51, 50, 49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int run_groups = 3, store_unit = 16, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr int precision = 0, cin = 32, cout = 64, producer_registers = 40, consumer_registers = 232;
+  static constexpr int places = 232, kernel_d = 3, kernel_h = 5, kernel_w = 5, dilation_d = 1, slots = 4;
+  static constexpr int weight_stages = 4, warps_of_stage = 1, taps = 25, taps_of_stage = 5, span = 512, rows = 10;
+  static constexpr int box_w = 64, stages = 4;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 3 x 6 fragments, 226 KB shared.
+// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 13x16 (HxW), walks of 32 slices, 96 columns, chunk of
+// 8 channels, weights in a ring of 4 x 12 steps, 219 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = 0, columns = 12, plane = 12, precision = 0, cin = 64, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 4, tile_h = 8, tile_w = 8, in_step_h = 2, rows_d = 6, rows_h = 20, row_step_h = 2;
-  static constexpr int offsets_d[6] = {0, 1, 2, 3, 4, 5};
-  static constexpr int offsets_h[20] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19};
-  static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_d = 0, first_h = 0, box_units = 3;
-  static constexpr int column_pad = 0, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1;
-  static constexpr int w_stage = 6, ring_fragments = 18, out_step_h = 2, cout = 32, taps = 75, sub_w = 8, w_subs = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 3, steps = 2;
-  static constexpr int taps_unrolled = 18, fragment_sets = 3, entries[2] = {0, 90};
-  static constexpr int tap_rows[90] = {0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 24, 25, 26, 27, 28, 36, 37, 38, 39, 40, 48, 49, 50, 51, 52, 60, 61, 62, 63, 64, 240, 241, 242, 243, 244, 252, 253, 254, 255, 256, 264, 265, 266, 267, 268, 276, 277, 278, 279, 280, 288, 289, 290, 291, 292, 300, 301, 302, 303, 304, 480, 481, 482, 483, 484, 492, 493, 494, 495, 496, 504, 505, 506, 507, 508, 516, 517, 518, 519, 520, 528, 529, 530, 531, 532, 540, 541, 542, 543, 544};
-  static constexpr int tap_indices[180] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, 0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11, 6, 12, 7, 13, 8, 14, 9, 15, 10, 16, 11, 17, 12, 18, 13, 19, 14, 20, 15, 21, 16, 22, 17, 23, 18, 24, 19, -1, 20, -1, 21, -1, 22, -1, 23, -1, 24, 25, -1, 26, -1, 27, -1, 28, -1, 29, -1, 30, 25, 31, 26, 32, 27, 33, 28, 34, 29, 35, 30, 36, 31, 37, 32, 38, 33, 39, 34, 40, 35, 41, 36, 42, 37, 43, 38, 44, 39, 45, 40, 46, 41, 47, 42, 48, 43, 49, 44, -1, 45, -1, 46, -1, 47, -1, 48, -1, 49, 50, -1, 51, -1, 52, -1, 53, -1, 54, -1, 55, 50, 56, 51, 57, 52, 58, 53, 59, 54, 60, 55, 61, 56, 62, 57, 63, 58, 64, 59, 65, 60, 66, 61, 67, 62, 68, 63, 69, 64, 70, 65, 71, 66, 72, 67, 73, 68, 74, 69, -1, 70, -1, 71, -1, 72, -1, 73, -1, 74};
-  static constexpr int run_groups = 1, store_unit = 16, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr int cin_g = 64, columns = 20, plane = 20, precision = 0, cin = 64, ck = 8, tile_n = 1, tile_d = 1;
+  static constexpr int tile_h = 13, tile_w = 16, rows_h = 17, planes = 1, stages_p = 3, stages_s = 3, fetch = 1;
+  static constexpr int box_units = 5, column_pad = 0, cout = 32, producer_registers = 48, consumer_registers = 208;
+  static constexpr int nb = 2, taps = 25, slots = 3, slot_columns = 32, b_columns = 96, first_slot = -2;
+  static constexpr int tap_entries = 25;
+  static constexpr int tap_rows[25] = {0, 1, 2, 3, 4, 20, 21, 22, 23, 24, 40, 41, 42, 43, 44, 60, 61, 62, 63, 64, 80, 81, 82, 83, 84};
+  static constexpr int tap_indices[25] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24};
+  static constexpr int stages = 3, stages_w = 4, w_stage = 12;
+  static constexpr bool channels_last = false, strided_box = false;
 };
 
 // =====================================================================================================================
@@ -2529,12 +2429,12 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, tile_n = 1;
-  static constexpr int kernel_d = 3, taps_d = 3, tile_d = 4, kernel_h = 5, step_h = 1, taps_h = 5, tile_h = 2;
-  static constexpr int kernel_w = 5, step_w = 1, taps_w = 1, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2;
-  static constexpr int warpgroups = 3, subs = 1, entries = 5, stages = 2, unrolled = 2, stack = 5, row_classes = 1;
+  static constexpr int kernel_d = 3, dilation_d = 1, taps_d = 3, tile_d = 4, kernel_h = 5, step_h = 1, taps_h = 5;
+  static constexpr int tile_h = 2, kernel_w = 5, taps_w = 1, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2;
+  static constexpr int warpgroups = 3, entries = 5, stages = 2, unrolled = 2, stack = 5, row_classes = 1;
   static constexpr int line_bytes = 64, segment = 64, g_width = 32, run = 1, run_words = 0, producer_registers = 56;
   static constexpr int consumer_registers = 152;
-  static constexpr bool channels_last = false, lines = false;
+  static constexpr bool channels_last = false;
 };
 
 }  // namespace kernels
@@ -2608,16 +2508,14 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 11>& sizes) {
+             int blocks, const std::array<int, 6>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({614400}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<150, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 226800), stream>>>(
-      of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{28, 12, 3, 8, 1},
+  kernels::pack<kernels::Joined<kernels::Forward>><<<150, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::joined<kernels::Forward><<<blocks, 384, shared(kernels::joined<kernels::Forward>, 223456), stream>>>(
+      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{64, 10, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2626,13 +2524,12 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({1474560}, grad.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::GradInput>><<<360, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 232208), stream>>>(
-      of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{12, 20, 6, 8, 1},
+  const at::Tensor packed = at::empty({614400}, grad.options().dtype(at::kByte));
+  kernels::pack<kernels::Sweep<kernels::GradInput>><<<150, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 224544), stream>>>(
+      of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+      sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{20, 17, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2695,6 +2592,15 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def segments(walks: int, slices: int, slots: int, processors: int) -> int:
+    """Into how many parts blocks cut a walk along the depth, so that all are over soonest; each has slots - 1 more."""
+
+    def steps(parts: int) -> int:
+        return ceil(walks * parts, processors) * (ceil(slices, parts) + slots - 1)
+
+    return min(range(1, min(slices, 256) + 1), key=steps)
+
+
 def output_size(size, kernel, given: Arguments):
     """Of every spatial dimension."""
     axes = zip(size, kernel, *given[:4])
@@ -2707,21 +2613,20 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
-    tiles_d = result[0]
-    tiles_h = ceil(result[1], 8)
-    tiles_w = ceil(result[2], 24)
-    tiles = batch * tiles_d * tiles_h * tiles_w
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 232 neighbouring places of a slice."""
+    plane = result[1] * result[2]
+    tiles_of_slice = ceil(plane, 232)
+    tiles = batch * result[0] * tiles_of_slice
+    return min(tiles, processors), (source[0], result[0], result[2], plane, tiles_of_slice, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
-    tiles_d = ceil(result[0], 4)
-    tiles_h = ceil(result[1], 16)
-    tiles_w = ceil(result[2], 8)
-    tiles = batch * tiles_d * tiles_h * tiles_w
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    """(blocks, sizes): persistent blocks, which take tiles of 13 x 16 positions slice by slice along the depth."""
+    rows = ceil(result[1], 13)
+    columns = ceil(result[2], 16)
+    parts = segments(batch * rows * columns, result[0], 3, processors)
+    walks = batch * parts * rows * columns
+    return min(walks, processors), (batch, *source, *result, parts, rows, columns, walks * (ceil(result[0], parts) + 2))
 
 
 def grad_weight_launch(batch, source, result, processors):
@@ -2794,8 +2699,15 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
     if out.numel() == 0:
         return out
     if is_fast(x, weight.shape, given):
-        x = dense(x, 4)
-        result = wide(out, 4)
+        if x.shape[-1] > 64:  # rows are cut into parts, which overlap by as much as the kernel reaches
+            reach = out.shape[-1] - x.shape[-1]
+            for begin in range(0, out.shape[-1], 64 - reach):
+                end = begin + 64 - reach
+                part = forward(x[..., max(0, begin - reach) : end], weight, bias, given)[..., min(begin, reach) :]
+                out[..., begin:end] = part[..., : end - begin]
+            return out
+        x = dense(x, 64)
+        result = wide(out, 68)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
         build(True).forward(x, weight, bias, result, *launch)
         return out if result is out else out.copy_(result[..., : out.shape[-1]])
@@ -2813,10 +2725,9 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
         return out
     if is_fast(grad, weight.shape, given):
         grad = dense(grad, 4)
-        result = wide(out, 4)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(result), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, out, *launch)
+        return out
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
     return out.copy_(result)

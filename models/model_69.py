@@ -18,20 +18,21 @@ Constraints:
   where its flags ask for IEEE float32 the plain kernels do.
 - For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
 - Rows that are no multiple of 4 columns are copied, with zeros behind them.
+- The forward's rows have 256 columns: shorter ones are copied likewise, and longer ones are cut.
 - Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 8 x 5
-  fragments, 161 KB shared.
+- forward: rows joined to one: wgmma tf32, tile of 256 places x 64 channels, 3 stages of 784 places x 8 channels, 2
+  of 5 x 256 pixels, 3 of 5 taps, 217 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn,
   weights ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 33 slices, 204 KB shared.
 
-A block of the forward, whose rings are of shared memory:
-  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 24 pixels, halo, 16 channels) --+
-  weights -> packed -> ring of 8 x 5 fragments -----------------------------------------------------+-> wgmma -> result
+A block of the gradient for the input, whose rings are of shared memory:
+  output's gradient -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 128 pixels, halo, 16 channels) --+
+  weights -> packed -> ring of 6 x 5 fragments ------------------------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -323,6 +324,14 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
+// The same, each turned: a row of memory is a column of the registers.
+__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
+}
+// Four to shared memory, as `load_matrices` reads them (sm_90).
+__device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -413,34 +422,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 
-// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
-
-template <int STAGES>
-struct CursorOf {                                       // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
-
-// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-// The same of lanes that may be apart.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  leave(barrier, lane);
-}
-
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -455,6 +436,73 @@ struct Float32 {
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
+
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
+
+constexpr int PACK_THREADS = 256;
+
+// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+template <int P>
+__device__ __forceinline__ u32 operand(u16 v) { return v; }
+template <int P>
+__device__ __forceinline__ u32 operand(float v) {
+  return to_tf32(v);
+}
+
+// 16 bytes of neighbouring operands.
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
+  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
+
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
+// leaves of it.
+struct WeightAt { bool there; int first, second, tap; bool low = false; };
+
+// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
+template <class K, class Weight>
+struct UnitWriter {
+  const Weight* weight;
+  char* packed;
+  int tap_step;
+
+  template <class At>
+  __device__ __forceinline__ void operator()(long long place, const At& at) const {
+    u32 v[K::VEC];
+#pragma unroll
+    for (int e = 0; e < K::VEC; e++) {
+      const WeightAt w = at(e);
+      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
+      if (!w.there) {
+        v[e] = 0;
+        continue;
+      }
+      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
+      v[e] = operand<K::C::precision>(value);
+    }
+    write_operands(packed + place, v);
+  }
+};
+
+// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
+// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
+// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+template <class K>
+struct PacksUnits {
+  template <class Weight>
+  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+    let_dependent_begin();                              // the kernel
+    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
+  }
+};
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
 
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
 
@@ -487,9 +535,82 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NUMBERS_4 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define NUMBERS_5 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+#define NUMBERS_6 "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define NUMBERS_7 "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80))
+WGMMA_WIDTH(256, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS_4 "," NUMBERS_5 "," NUMBERS_6 "," NUMBERS_7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), SUMS_FROM(64), SUMS_FROM(80), SUMS_FROM(96), SUMS_FROM(112))
+
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
+
+template <int STAGES>
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
+};
+
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
+}
+
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
+}
 
 // The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
 // warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
@@ -592,6 +713,7 @@ static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = C::rows_h * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane + within / C::plane;
@@ -633,7 +755,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w, chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -708,8 +830,7 @@ using Sizes = typename T::Sizes;
 
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
 static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
-static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
-static constexpr int SUBTILES = H_SUBTILES * W_SUBTILES;  // of 64 pixels
+static constexpr int SUBTILES = C::tile_h * W_SUBTILES;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
@@ -722,11 +843,11 @@ struct Tile {
 
 static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
-  int m = index % C::m_groups, q = index / C::m_groups;
+  int q = index;
   // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
   t.variant = 0;
-  t.cout_block = m % C::cout_blocks;
-  t.group = m / C::cout_blocks;
+  t.cout_block = 0;
+  t.group = 0;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
   t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
   t.d = q % s.tiles_d;
@@ -749,80 +870,13 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
 };
 
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
-template <int P>
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-template <int P>
-__device__ __forceinline__ u32 operand(float v) {
-  return to_tf32(v);
-}
-
-// 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
-  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
-// leaves of it.
-struct WeightAt { bool there; int first, second, tap; bool low = false; };
-
-// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
-template <class K, class Weight>
-struct UnitWriter {
-  const Weight* weight;
-  char* packed;
-  int tap_step;
-
-  template <class At>
-  __device__ __forceinline__ void operator()(long long place, const At& at) const {
-    u32 v[K::VEC];
-#pragma unroll
-    for (int e = 0; e < K::VEC; e++) {
-      const WeightAt w = at(e);
-      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
-      if (!w.there) {
-        v[e] = 0;
-        continue;
-      }
-      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
-      v[e] = operand<K::C::precision>(value);
-    }
-    write_operands(packed + place, v);
-  }
-};
-
-// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
-// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
-template <class K>
-struct PacksUnits {
-  template <class Weight>
-  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-    let_dependent_begin();                              // the kernel
-    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
-  }
-};
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
 // Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group * C::cout_blocks + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
   return packed + before * (G::K_STEPS * G::FRAGMENT);
 }
 
@@ -976,9 +1030,9 @@ using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
 static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
+static constexpr int SECOND = SHUFFLED ? C::cout : C::cin_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = C::m_groups * G::CHUNKS * G::ENTRIES * G::K_STEPS * 128;
+static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::K_STEPS * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -990,11 +1044,11 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     return found;
   };
   int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
+  const int first = next(4), second = next(8), g = second, q = first;
   if (write.tap_step != 1) entry = next(G::ENTRIES);
   const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
-  const int cout = (block % C::cout_blocks + wg) * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
-  const int group = block / C::cout_blocks, tap = PACKED_TAP<C>[entry + warp * 16 / C::rows_per_sub];
+  const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
+  const int group = block, tap = PACKED_TAP<C>[entry + warp * 16 / C::rows_per_sub];
   const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
@@ -1002,8 +1056,8 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     if constexpr (SHUFFLED) {
       Shuffle<C>::find_weight(found, m, k);
     } else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
+      found.first = group * C::cout_g + m;
+      found.second = k;
     }
     return found;
   });
@@ -1023,6 +1077,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1046,7 +1101,7 @@ using Of = typename BoxedRows<C>::Of;
 static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {at.w + r * BOX_COLUMNS, at.h + C::first_h, at.d, at.channel, at.n};
+  return {at.w + r * BOX_COLUMNS, at.h, at.d, at.channel, at.n};
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
@@ -1193,16 +1248,15 @@ static constexpr int NB = G::NB;
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int W = G::W_SUBTILES, H = G::H_SUBTILES;
+  constexpr int W = G::W_SUBTILES, H = C::tile_h;
   return {subtile / (W * H), 0,
-          subtile / W % H * C::sub_h, subtile % W * C::sub_w};
+          subtile / W % H, subtile % W * C::sub_w};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
   return ((p.n + p.d) * C::rows_h + p.h) * G::PITCH + p.w;
 }
-static constexpr int SUBTILES_AT_ONCE = C::wide ? 2 : 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::sub_h == 8 ? G::PITCH : 8;  // pixel rows from one group of eight columns to the next
+static constexpr int SUBTILES_AT_ONCE = 2;  // that a matrix instruction takes; groups of columns lie evenly over both
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 static __device__ __forceinline__ constexpr bool halves_alike() {
@@ -1225,11 +1279,6 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1239,9 +1288,9 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
+  const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
 #pragma unroll
-  for (int nb = 0; nb < NB; nb += SUBTILES_AT_ONCE) {
+  for (int nb = 0; nb < NB; nb += 2) {
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
     using Sums = float[SUBTILES_AT_ONCE * 32];
     WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
@@ -1345,16 +1394,14 @@ struct Runs : Columns<C> {
 using G = GatherWork<C>;
 using P = Columns<C>;
 using Number = typename G::Number;
-static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
 static constexpr int RUN = C::run_groups * 8;
-static constexpr int SUBTILES = TALL ? C::run_groups : C::run_groups / 8;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
+static constexpr int SUBTILES = C::run_groups / 8;  // neighbours along W that a run crosses
 static constexpr int COUNT = G::NB / SUBTILES;          // sets of subtiles that runs cross
 
 // Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
 static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUBTILES; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
+static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
+static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
 // The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
 // after unrolling, and until then the compiler keeps all sums in memory.
@@ -1498,9 +1545,6 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
-
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
@@ -1550,7 +1594,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = t.group * C::cout_g + slab.cout;
+  int channel = slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1561,9 +1605,9 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
     int n = t.n + place.n, od = (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int oh = (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+    for (int i = 0; i < 1; i++) {
+      int oh = (t.h + place.h) + slab.oh;
+      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1675,7 +1719,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1757,6 +1801,441 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+}
+
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
+
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
+// (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
+// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
+// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
+//
+//     f - kh (dilation_h pitch) - kw dilation_w,       pitch: results of a row
+//
+// of the source's places. So a tile is `places` neighbouring places of whatever rows, of which none is wasted at an
+// image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
+// has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
+// `line`: one row of any length, of which a tile reads its part, and any padding.
+//
+// Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is `span` rows of 32 bytes of
+// channels, and a tap is another first row. Weights are A, by descriptor, through a ring of `taps_of_stage` taps a stage.
+//
+// A stage of pixels is a chunk of channels of one slice of the kernel. The copy engine brings the rows of the source
+// that a tile and its halo touch to a slot (what lies beyond the source is zeros), and two warps pass them on as
+// rows of channels. (One instruction of 256 columns wants 154 registers as the kernel is compiled: 384 threads, two
+// warps of which turn, not 512 and six.)
+//
+// Consumers take whole tiles in turn, so that one stores while another multiplies, and the rings run on from tile to
+// tile. One begins to wait for its stages when the other has all of its own: a barrier's parity tells a phase from the
+// next, not from the one behind that.
+//
+// Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
+
+template <bool FIRST, class A, class B> struct EitherOf;
+template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };
+
+template <class C_>
+struct Joined : PacksUnits<Joined<C_>> {
+using C = C_;
+using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
+
+static constexpr bool NARROW = false;            // of 16 bits
+static constexpr int VEC = 16 / 4;
+static constexpr int PLACES = C::places;
+static constexpr int CK = 32 / 4;                 // channels of a chunk: a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
+static constexpr int ROWS_M = 64;
+static constexpr int BLOCKS_M = (C::cout + ROWS_M - 1) / ROWS_M;
+static constexpr int TAPS = C::kernel_h * C::kernel_w;  // of a slice
+static constexpr int STAGES_OF_SLICE = (TAPS + C::taps_of_stage - 1) / C::taps_of_stage;
+static constexpr int TAP_BYTES = ROWS_M * 32;
+static constexpr int STAGE_BYTES = C::span * 32;
+static constexpr int WEIGHT_BYTES = C::taps_of_stage * TAP_BYTES;
+static constexpr int BOX_BYTES = C::rows * CK * C::box_w * 4;  // [channel][row][column], of 16 bits [row][channel][column, swizzled]
+static constexpr int SLOT_BYTES = BOX_BYTES;
+static constexpr int OUT_SPAN = 512;                    // bytes of a channel that are stored at a time
+static constexpr int OUT_PLACES = OUT_SPAN / 4;
+static constexpr int OUT_PITCH = OUT_SPAN + 32;  // so that channels meet different banks, and begin as late as in memory
+static constexpr int OUT_BYTES = 8 * OUT_PITCH;         // of a warp: eight channels
+
+static constexpr int CONSUMERS = 2, TURNERS = 2;
+static constexpr int THREADS = 128 + CONSUMERS * 128;
+static constexpr int LANES = C::warps_of_stage * 32;    // of those that turn a stage
+
+using Stages = RingOf<C::stages, STAGE_BYTES>;
+using Slots = RingOf<C::slots, SLOT_BYTES>;
+using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
+static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
+static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
+static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
+static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
+static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
+
+struct Memory {                                         // of a block; the rings' barriers are one behind the other
+  Stages stages;
+  Slots slots;
+  Weights weights;
+  u32 buffers, turns, trash;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
+  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
+}
+
+struct Sizes {
+  int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
+  int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
+};
+
+struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
+
+// Neighbouring blocks have the same places.
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  int q = index / BLOCKS_M, slice = q / s.tiles_f;
+  return {slice / s.out_d, slice % s.out_d, index % BLOCKS_M, q % s.tiles_f * C::places};
+}
+static __device__ __forceinline__ int halo(const Sizes& s) { return (C::kernel_h - 1) * s.pitch + (C::kernel_w - 1); }
+
+// The kernel's slices that meet the source's; of others nothing is loaded or multiplied.
+struct Slices { int first, count; };
+static __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s) {
+  int d = t.d, first = d < s.in_d ? 0 : (d - s.in_d) + 1, last = d;
+  if (last > C::kernel_d - 1) last = C::kernel_d - 1;
+  return {first, last < first ? 0 : last - first + 1};
+}
+
+// Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
+// halo. Rows ahead of the first are -1 and so on; of a line a box begins at 16 bytes.
+struct Corner { int row, w, ahead; };
+static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
+  int f = t.f - halo(s);
+  int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row, 0, f - row * s.pitch};
+}
+static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+static constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * TAPS * ROWS_M * 2;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
+
+static __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
+
+// [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
+// either. The weight is (C::cin, C::cout, kernel), flipped (C::cout, C::cin, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % TAPS, chunk = rest / TAPS % CHUNKS;
+  int cout = rest / (TAPS * CHUNKS) * ROWS_M + row;
+  write((long long)rest * TAP_BYTES + unit_at(row, unit), [=](int e) -> WeightAt {
+    int cin = chunk * CK + unit * VEC + e;
+    return {cin < C::cin && cout < C::cout, cin, cout, tap};
+  });
+}
+
+// =====================================================================================================================
+// Producers: a thread for weights, one for pixels, warps that turn these
+// =====================================================================================================================
+
+static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
+  typename Weights::Cursor cursor = {0, 1};             // all are free at first
+  wait_for_results();                                   // of `pack`
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    const char* from = packed + ((long long)t.block * CHUNKS + slices.first) * (TAPS * TAP_BYTES);
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++, from += (C::kernel_d - slices.count) * (TAPS * TAP_BYTES))
+#pragma unroll 1
+      for (int slice = 0; slice < slices.count; slice++)
+#pragma unroll 1
+        for (int tap = 0; tap < TAPS; tap += C::taps_of_stage, cursor.next()) {
+          u32 barrier = ring.full(cursor), bytes = C::taps_of_stage * TAP_BYTES;
+          ring.wait_empty(cursor);
+          expect_bytes(barrier, bytes);
+          copy_bulk(ring.stage(cursor), from, bytes, barrier);
+          from += bytes;
+        }
+  }
+}
+
+// A thread of its own: a copy takes longer where the thread also starts those of weights, or turns pixels
+// (docs/experiments.md).
+static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const Sizes& s, const Slots& slots) {
+  typename Slots::Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    const Slices slices = slices_of(t, s);
+    const Corner corner = corner_of(t, s);
+    int first = t.d - slices.first;
+#pragma unroll 1
+    for (int chunk = 0; chunk < CHUNKS; chunk++)
+#pragma unroll 1
+      for (int d = first; d > first - slices.count; d -= C::dilation_d, cursor.next()) {
+        u32 to = slots.stage(cursor), barrier = slots.full(cursor);
+        slots.wait_empty(cursor);
+        expect_bytes(barrier, BOX_BYTES);
+        int w = corner.w, c = chunk * CK;
+        load_box(to, map, w, corner.row, d, c, t.n, barrier);
+      }
+  }
+}
+
+// What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
+// several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
+
+// 16 bits. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where
+// there is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
+struct Turn16 {
+  int rows, zeros;
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+    int behind = s.pitch - C::box_w;
+    rows = rows_of(ahead, span, s), zeros = 0;
+    if (behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
+  }
+  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
+    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
+    u32 from = slot + (half * 8 + own) * 128;
+#pragma unroll 1
+    for (int i = lane >> 5; i < rows; i += C::warps_of_stage) {  // a row's box
+      int row = i, w = second * 8 + own, p = row * (s.pitch) + w - ahead;
+      u32 at = from + row * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
+      u32 v[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
+#pragma unroll
+      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
+    }
+    int behind = s.pitch - C::box_w;
+#pragma unroll 1
+    for (int i = lane, at = zeros; i < rows * behind;) {
+      if ((u32)at < (u32)span) {
+        store_shared_128(stage + at * 32, 0, 0, 0, 0);
+        store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
+      }
+      if ((i += LANES) < rows * behind) at = i / behind * s.pitch + C::box_w + i % behind - ahead;
+    }
+  }
+};
+
+// Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
+// has rounded to TF32.
+struct Turn32 {
+  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3, CHANNEL_BYTES = C::rows * C::box_w * 4;
+  u32 from[OWN_PIXELS];
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
+      from[k] = w < C::box_w && p < span ? w / C::box_w * BOX_BYTES + (row * C::box_w + w % C::box_w) * 4 : ~0u;
+    }
+  }
+  __device__ __forceinline__ void turn(const Sizes&, int, int span, u32 slot, u32 stage, u32, int lane) const {
+#pragma unroll
+    for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
+      u32 v[AT_ONCE][8];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
+#pragma unroll
+        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
+        int p = lane + (first + i) * LANES;
+        if (p >= span) break;
+        store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
+        store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
+      }
+    }
+  }
+};
+
+static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory& memory, int thread) {
+  typename Slots::Cursor slot = {0, 0};
+  typename Stages::Cursor stage = {0, 1};
+  int lane = thread % LANES, span = C::places + halo(s);
+#pragma unroll 1
+  for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
+    const Tile t = tile_at(index, s);
+    int ahead = corner_of(t, s).ahead;
+    typename EitherOf<NARROW, Turn16, Turn32>::Type own;
+    own.locate(s, ahead, span, lane);
+#pragma unroll 1
+    for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
+      memory.slots.wait_full(slot);
+      memory.stages.wait_empty(stage);
+      own.turn(s, ahead, span, memory.slots.stage(slot), memory.stages.stage(stage), memory.trash, lane);
+      fence_async_shared();
+      __syncwarp();
+      if (thread % 32 == 0) barrier_arrive(memory.stages.full(stage));
+      if (thread % 32 == 0) barrier_arrive(memory.slots.empty(slot));
+    }
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
+
+// A thread's sums: of channels g and g + 8 of its warp's 16, places 8j + 2t and the next. The buffer has a channel's as
+// many bytes late as they begin in 16 of memory, so that lanes store whole 16, an instruction a channel's; up to three
+// words at either end follow. The copy engine would be slower: it takes a copy for each channel (docs/experiments.md).
+static __device__ __forceinline__ void store(
+    const float (&acc)[C::places / 2], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer, int warp, int lane) {
+  int g = lane >> 2, q = lane & 3, block = t.block * ROWS_M + warp * 16;
+  int left = (s.plane - t.f < C::places ? s.plane - t.f : C::places) * 4;
+  long long plane = (long long)s.out_d * s.plane * 4;  // of a channel
+  y += ((long long)t.n * C::cout + block) * plane + ((long long)t.d * s.plane + t.f) * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    int channel = block + 8 * h + g;
+    float b = bias && channel < C::cout ? Number::value(bias[channel]) : 0.f;
+    char* to = y + 8 * h * plane;
+    u32 late = (u32)(u64)(to + g * plane) & 15, from = buffer + g * OUT_PITCH;
+#pragma unroll
+    for (int first = 0; first < C::places; first += OUT_PLACES, to += OUT_SPAN) {
+      const int most = (C::places - first < OUT_PLACES ? C::places - first : OUT_PLACES) * 4;
+      int bytes = left - first * 4 < most ? left - first * 4 : most;
+#pragma unroll
+      for (int j = 0; j < OUT_PLACES / 8; j++) {
+        if (first + 8 * j >= C::places) break;
+        u32 at = from + late + (8 * j + 2 * q) * 4;
+        const int i = 4 * (j + first / 8) + 2 * h;
+        float v = acc[i] + b, w = acc[i + 1] + b;
+        store_shared_f32x2(at, v, w);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        char* line = to + r * plane;
+        u32 begins = (u32)(u64)line & 15, at = ((begins + 15) & 16) + lane * 16, v[4];
+        bool ok = (int)at + 16 <= (int)begins + bytes && block + 8 * h + r < C::cout;
+        load_shared_128(v, buffer + r * OUT_PITCH + (ok ? at : 0));
+        store_global_128_if(line - begins + at, v, ok);
+      }
+      int end = (int)late + bytes, a = (late + 15) & 16, z = end & ~15, head = late + q * 4, tail = z + q * 4;
+      char* line = to + g * plane - late;
+      bool heads = channel < C::cout && head < a && head < end, tails = channel < C::cout && tail >= a && tail < end;
+      store_global_if(line + head, load_shared_u32_if(from + head, heads), heads);
+      store_global_if(line + tail, load_shared_u32_if(from + tail, tails), tails);
+      __syncwarp();
+    }
+  }
+}
+
+// Adds what `COUNT` taps of a stage give, from one on, as far as there are such.
+template <int COUNT>
+static __device__ __forceinline__ void multiply_taps(float (&acc)[C::places / 2], u32 of_taps, u32 pixels, int first, int shift_h) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) {
+    const int tap = first + k;
+    u64 a = ROWS_OF<32> | (u64)(of_taps + k * (TAP_BYTES / 16));
+    u64 b = ROWS_OF<32> | (u64)(pixels - tap / C::kernel_w * shift_h - tap % C::kernel_w * 2);
+    if (tap < TAPS) WgmmaOf<PLACES>::template multiply<C::precision, false, false, true>(acc, a, b);
+  }
+}
+
+static __device__ __forceinline__ void consume(const Type* bias, char* y, const Sizes& s, const Memory& memory, int own, int thread) {
+  int lane = thread & 31, warp = thread >> 5;
+  typename Stages::Cursor stage = {0, 0};
+  typename Weights::Cursor weights = {0, 0};
+  u32 parity = 0, buffer = memory.buffers + (own * 4 + warp) * OUT_BYTES;
+  int shift_h = s.pitch * 2, begin = halo(s) * 2;  // in 16 bytes
+  if (own == 1 && lane == 0) barrier_arrive(memory.turns);  // the first turn is the other's
+#pragma unroll 1
+  for (int index = blockIdx.x, of = 0; index < s.tiles; index += gridDim.x, of ^= 1) {
+    const Tile t = tile_at(index, s);
+    int count = CHUNKS * slices_of(t, s).count;
+    if (of != own) {
+      stage.move(count);
+      weights.move(count * STAGES_OF_SLICE);
+      continue;
+    }
+    float acc[C::places / 2];
+    zero(acc);
+    barrier_wait(memory.turns + own * 8, parity);
+    parity ^= 1;
+    u32 behind = 0, behind_w = 0;                       // the stages that instructions under way read
+#pragma unroll 1
+    for (int i = 0; i < count; i++, stage.next()) {
+      u32 pixels = uniform(lower(memory.stages.stage(stage)) + begin);
+      memory.stages.wait_full(stage);
+#pragma unroll
+      for (int part = 0; part < STAGES_OF_SLICE; part++, weights.next()) {
+        u32 of_taps = uniform(lower(memory.weights.stage(weights)));
+        memory.weights.wait_full(weights);
+        wgmma_fence();
+        multiply_taps<C::taps_of_stage>(acc, of_taps, pixels, part * C::taps_of_stage, shift_h);
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(behind_w, lane);
+        if (part == 0) give_back(behind, lane);
+        behind_w = memory.weights.empty(weights);
+      }
+      behind = memory.stages.empty(stage);
+    }
+    if (lane == 0) barrier_arrive(memory.turns + (own ^ 1) * 8);
+    wgmma_wait<0>();
+    give_back(behind_w, lane);
+    give_back(behind, lane);
+    store(acc, bias, y, s, t, buffer, warp, lane);
+  }
+}
+
+static __device__ __forceinline__ void run(const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMap& map, u32 address) {
+  const Memory memory = memory_at(address);
+  run_block<1, CONSUMERS, 96, 200>(
+      [&] {
+        memory.stages.init(C::warps_of_stage, 4);
+        memory.slots.init(1, C::warps_of_stage);
+        memory.weights.init(1, 4);
+        for (int i = 0; i < CONSUMERS; i++) barrier_init(memory.turns + 8 * i, 4);
+      },
+      [&] {
+        constexpr int TURNER_THREADS = TURNERS * 32;
+        if (threadIdx.x < TURNER_THREADS) turn_pixels(s, memory, threadIdx.x);
+        if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, memory.slots);
+        if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, memory.weights);
+      },
+      [&](int consumer, int thread) { consume(bias, y, s, memory, consumer, thread); });
+}
+};
+
+template <class C>
+__global__ void __launch_bounds__(Joined<C>::THREADS, 1)
+joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
+       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2116,20 +2595,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2509,24 +2974,15 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x24 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 8 x 5
-// fragments, 161 KB shared.
+// Forward: rows joined to one: wgmma tf32, tile of 256 places x 64 channels, 3 stages of 784 places x 8 channels, 2 of
+// 5 x 256 pixels, 3 of 5 taps, 217 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 64, first_w = -4, columns = 28, plane = 28, precision = 0, cin = 64, ck = 16, tile_n = 1;
-  static constexpr int tile_h = 8, tile_w = 24, rows_h = 10, offsets_d[1] = {0};
-  static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1, stages_p = 2, stages_s = 2;
-  static constexpr int fetch = 1, first_h = -2, box_units = 7, column_pad = 0, cout_g = 128, mb = 1, rows_per_sub = 64;
-  static constexpr int cout_blocks = 2, m_groups = 2, w_stage = 5, ring_fragments = 40, cout = 128, taps = 15;
-  static constexpr int sub_h = 8, sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int stages_w = 8, taps_unrolled = 5, fragment_sets = 5, entries[2] = {0, 15};
-  static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 28, 29, 30, 31, 32, 56, 57, 58, 59, 60};
-  static constexpr int tap_indices[15] = {14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, run_groups = 3, store_unit = 16, producer_registers = 48;
-  static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, wide = false, resident = false, grad_input = false;
-  static constexpr bool boxed = false, claimed = true;
+  static constexpr int precision = 0, cin = 64, cout = 128, producer_registers = 40, consumer_registers = 232;
+  static constexpr int places = 256, kernel_d = 1, kernel_h = 3, kernel_w = 5, dilation_d = 1, slots = 2;
+  static constexpr int weight_stages = 3, warps_of_stage = 2, taps = 15, taps_of_stage = 5, span = 784, rows = 5;
+  static constexpr int box_w = 256, stages = 3;
 };
 
 // =====================================================================================================================
@@ -2535,19 +2991,17 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 128, first_w = 0, columns = 132, plane = 132, precision = 0, cin = 128, ck = 16;
-  static constexpr int tile_n = 1, tile_h = 2, tile_w = 128, rows_h = 4, offsets_d[1] = {0};
-  static constexpr int offsets_h[4] = {0, 1, 2, 3}, planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = 0;
-  static constexpr int box_units = 33, column_pad = 0, cout_g = 64, mb = 1, rows_per_sub = 64, cout_blocks = 1;
-  static constexpr int m_groups = 1, w_stage = 5, ring_fragments = 30, cout = 64, taps = 15, sub_h = 1, sub_w = 64;
-  static constexpr int w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, taps_unrolled = 5;
-  static constexpr int fragment_sets = 5, entries[2] = {0, 15};
+  static constexpr int cin_g = 128, columns = 132, plane = 132, precision = 0, cin = 128, ck = 16, tile_n = 1;
+  static constexpr int tile_h = 2, tile_w = 128, rows_h = 4, offsets_d[1] = {0}, offsets_h[4] = {0, 1, 2, 3};
+  static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, box_units = 33, column_pad = 0, cout_g = 64;
+  static constexpr int mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5, ring_fragments = 30, cout = 64, taps = 15;
+  static constexpr int sub_w = 64, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6;
+  static constexpr int taps_unrolled = 5, fragment_sets = 5, entries[2] = {0, 15};
   static constexpr int tap_rows[15] = {0, 1, 2, 3, 4, 132, 133, 134, 135, 136, 264, 265, 266, 267, 268};
   static constexpr int tap_indices[15] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
   static constexpr int round_shifts[5] = {0, 1, 2, 3, 4}, run_groups = 16, store_unit = 16, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, wide = true, resident = false, grad_input = true;
-  static constexpr bool boxed = false, claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2557,7 +3011,7 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 64, cout = 128, block_ci = 64, block_co = 64, g_pitch = 76, tile_n = 1;
-  static constexpr int kernel_d = 1, kernel_h = 3, step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 5, step_w = 1;
+  static constexpr int kernel_d = 1, dilation_d = 1, kernel_h = 3, step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 5;
   static constexpr int taps_w = 3, sets_w = 2, tile_w = 64, g_rows_h = 2, warpgroups = 3, entries = 3, stages = 2;
   static constexpr int unrolled = 8, stack = 3, row_classes = 1, line_bytes = 256, segment = 128, g_width = 32, run = 1;
   static constexpr int run_words = 0, producer_registers = 56, consumer_registers = 152;
@@ -2635,16 +3089,14 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 11>& sizes) {
+             int blocks, const std::array<int, 6>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({491520}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({12}, x.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<120, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 165288), stream>>>(
-      of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{28, 10, 1, 16, 1},
+  kernels::pack<kernels::Joined<kernels::Forward>><<<120, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::joined<kernels::Forward><<<blocks, 384, shared(kernels::joined<kernels::Forward>, 222880), stream>>>(
+      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{256, 5, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2734,12 +3186,11 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x8x24 positions (NxDxHxW)."""
-    tiles_d = result[0]
-    tiles_h = ceil(result[1], 8)
-    tiles_w = ceil(result[2], 24)
-    tiles = batch * tiles_d * tiles_h * tiles_w * 2
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    """(blocks, sizes): persistent blocks, which take tile after tile of 256 neighbouring places of a slice."""
+    plane = result[1] * result[2]
+    tiles_of_slice = ceil(plane, 256)
+    tiles = batch * result[0] * tiles_of_slice * 2
+    return min(tiles, processors), (source[0], result[0], result[2], plane, tiles_of_slice, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):
@@ -2821,8 +3272,15 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
     if out.numel() == 0:
         return out
     if is_fast(x, weight.shape, given):
-        x = dense(x, 4)
-        result = wide(out, 4)
+        if x.shape[-1] > 256:  # rows are cut into parts, which overlap by as much as the kernel reaches
+            reach = out.shape[-1] - x.shape[-1]
+            for begin in range(0, out.shape[-1], 256 - reach):
+                end = begin + 256 - reach
+                part = forward(x[..., max(0, begin - reach) : end], weight, bias, given)[..., min(begin, reach) :]
+                out[..., begin:end] = part[..., : end - begin]
+            return out
+        x = dense(x, 256)
+        result = wide(out, 260)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
         build(True).forward(x, weight, bias, result, *launch)
         return out if result is out else out.copy_(result[..., : out.shape[-1]])

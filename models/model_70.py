@@ -22,16 +22,12 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5
-  x 6 fragments, 219 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 5 x 5 fragments, 220 KB shared.
+- forward: pixels as rows, sweep: wgmma tf32, tile 5x100 (HxW), walks of 25 slices, 72 columns, chunk of 8 channels,
+  weights in a ring of 4 x 6 steps, 217 KB shared.
+- gradient for the input: pixels as rows, sweep: wgmma tf32, tile 14x16 (HxW), walks of 96 slices, 144 columns,
+  chunk of 8 channels, weights resident, 209 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 162 KB shared.
-
-A block of the forward, whose rings are of shared memory:
-  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (4 x 8 x 8 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 5 x 6 fragments ---------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -343,31 +339,15 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_u16(u32 a) {
-  u16 v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
-  return v;
-}
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
+__device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
 __device__ __forceinline__ void store_shared_f32(u32 a, float v) {
   asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(a), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
 // (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
 __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
@@ -377,9 +357,6 @@ __device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, fl
 // Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
 }
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
@@ -428,34 +405,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 
-// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
-
-template <int STAGES>
-struct CursorOf {                                       // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
-
-// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-// The same of lanes that may be apart.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  leave(barrier, lane);
-}
-
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -500,273 +449,69 @@ template <int N> struct WgmmaOf;
 #define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NUMBERS_2 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NUMBERS_3 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+WGMMA_WIDTH(72, NUMBERS_0 "," NUMBERS_1 "," "%32,%33,%34,%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42", SUMS_FROM(0), SUMS_FROM(16), FOUR_SUMS(32))
 WGMMA_WIDTH(144, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," "%64,%65,%66,%67,%68,%69,%70,%71", "%72", "%73", "%74", "%75", "%76", "%77", "%78", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48), FOUR_SUMS(64), FOUR_SUMS(68))
 
-// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
-// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 
-// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
-// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
-// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
-
-__device__ __forceinline__ void claims_init(u32 ring) {
-  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
-}
-
-// The thread that claims. STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-//
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
-// are done. Null: tiles are dealt out evenly.
-template <class Sizes, int STEP>
-struct Claiming {
-  u32 ring;
-  u32* counters;
-  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : ring(s.claims), counters(s.counters), cursor({0, 0}) { ask(blockIdx.x); }
-  __device__ __forceinline__ void ask(int index) {
-    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
-    upcoming = index + gridDim.x;
-    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-  }
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
-  // and one more have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    const int index = upcoming;
-    ask(index);
-    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
-    barrier_arrive(ring + 8 * cursor.stage);
-    cursor.next();
-    return index;
-  }
-  __device__ __forceinline__ void end() {
-    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
-    for (int i = 0; i <= STEP; i++) counters[i] = 0;
-  }
-};
-
-// Others: warps, or (ALONE) single threads.
-template <class Sizes, bool ALONE>
-struct Told {
-  u32 ring;
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Told(const Sizes& s) : ring(s.claims), cursor({0, 0}) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
-    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
-    cursor.next();
-    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
-  }
-};
-
-// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
-// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
-template <class T, int N>
-struct Table {
-  T at[N];
-  __device__ constexpr const T& operator[](int i) const { return at[i]; }
-};
-
-template <class T, int N>
-__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
-  Table<T, N> found = {};
-  for (int i = 0; i < N; i++) found.at[i] = of[i];
-  return found;
-}
-
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
-
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-
-// Tensor maps of the input.
-template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-
-template <class C_>
-struct PixelTile {
-using C = C_;
-using Number = NumberOf<C::precision>;
-
-// --- pixels -----------------------------------------------------------------------------------------------------------
-
-static constexpr int PARTS = 1;  // of an operand
-static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
-static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::rows_d * C::rows_h;
-// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
-static constexpr int PIXELS = SEGMENTS * PITCH;
-static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-
-static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane + within / C::plane;
-}
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// --- roles ------------------------------------------------------------------------------------------------------------
-
-static constexpr int CONSUMERS = 2;
-static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-static constexpr int PRODUCER_WARPS = 192 / 32;
-static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
-
-// --- what kernels are told --------------------------------------------------------------------------------------------
-
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M-groups
-  u32* counters;                                       // claims.cuh's
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
-};
-
-template <int MORE>                                     // behind the input's
-struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
-
-// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
-
-struct Source {
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-template <class Tile>
-static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h * C::in_step_h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
-}
-
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-
-};
-
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
-template <class C>
-__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
-  u32 hi[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
-}
-
-// A walk over the chunks of a block's tiles.
-
-// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
-// the blocks that share these.
-template <class K, class Order = typename K::Order>
-struct Walk {
-  using Sizes = typename K::Sizes;
-  Order order;
-  int index, chunk;
-  typename K::Tile tile;
-
-  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
-  __device__ __forceinline__ void begin(const Sizes& s) {
-    index = order.first(s);
-    chunk = 0;
-    settle(s);
-  }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = K::tile_at(index, s);
-      if (chunk < K::end_chunk(tile, s)) return;
-      index = order.next(index, s);
-      chunk = 0;
+template <int STAGES>
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
     }
   }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= K::CHUNKS) settle(s);
+};
+
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
   }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
 };
 
-// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
-
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
-template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
-
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
-// The orders of a block's roles, see claims.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed>
-struct Orders;
-template <class C, class Sizes>
-struct Orders<C, Sizes, true> {
-  using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
-};
-
-template <class C_>
-struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
-using C = C_;
-using T = PixelTile<C>;
-using Sizes = typename T::Sizes;
-
-static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int H_SUBTILES = C::tile_h / C::sub_h;
-static constexpr int SUBTILES = C::tile_d * H_SUBTILES;  // of 64 pixels
-static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
-static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int q = index;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  t.variant = 0;
-  t.cout_block = 0;
-  t.group = 0;
-  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d * C::tile_d;
-  t.n = q / s.tiles_d;
-  return t;
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
 }
 
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
-static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b));
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
 }
-static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
-
-static __device__ __forceinline__ int end_chunk(int variant) {
-  return chunks_of(variant);
-}
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
-};
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
@@ -835,199 +580,133 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
   K::pack_weights(weight, packed, tap_step);
 }
 
-// Weights, from memory to a consumer's registers: fragments in the order in which they are used.
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
 
-// Packed weights of a tile's chunk (gather_pack.cuh).
-template <class C>
-__device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
-  using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
-  return packed + before * G::FRAGMENT;
-}
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
 
-// --- the ring's stages, by the way that weights come ------------------------------------------------------------------
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
 
-template <class C>
-struct WeightsOf {
-using G = GatherWork<C>;
-using Memory = const char*;
-struct Source { const char *packed, *at; };
-
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
-static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
-  expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
-}
-static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
-static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
-};
-
-// --- one thread fills the ring ----------------------------------------------------------------------------------------
-
-// A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
-// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
-template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
-  using G = GatherWork<C>;
-  using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::FRAGMENT;
-  wait_for_results();                                   // of `pack`
-  typename G::AloneOrder order(s);
-  CursorOf<C::stages_w> cursor = {0, 1};
-#pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    const typename G::Tile t = G::tile_at(index, s);
-    typename W::Source from = W::source_of(memory, t);
-#pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
-      W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
-#pragma unroll 1
-      while (left > 0) {
-        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
-        left -= stretch;
-#pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-          barrier_wait(empty + cursor.stage * 8, cursor.parity);
-          W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-        }
-      }
-    }
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
   }
 }
 
-// --- the consumers' side ----------------------------------------------------------------------------------------------
-
-template <class C>
-struct Fragments {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
-CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
-// A stage is waited for with its first fragment.
-__device__ __forceinline__ void load(u32 (&a)[4], int i) {
-  if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
-    cursor.next();
-  }
-  W::load(a, at, i % C::w_stage);
-}
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
-__device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), longest = C::taps_unrolled, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (left % longest);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
-}
-__device__ __forceinline__ u32 in_hand() const { return done; }
+// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
+// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
+template <class T, int N>
+struct Table {
+  T at[N];
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
 };
 
-// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
-// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
-//
-// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
-// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
-// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
-
-template <class C>
-struct Shuffle {
-static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
-static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
-
-struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
-
-static __device__ __forceinline__ Line line_at(int line) {
-  return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
+template <class T, int N>
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+  Table<T, N> found = {};
+  for (int i = 0; i < N; i++) found.at[i] = of[i];
+  return found;
 }
 
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
-
-static __device__ __forceinline__ Row row_at(int row) {
-  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
-  Line line = line_at(number);
-  int place = within % C::inner, channel = line.channel;
-  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, place};
+// An array's element: of an index that the compiler knows once loops are unrolled.
+template <const auto& VALUES>
+__device__ __forceinline__ constexpr int value_at(int i) {
+  constexpr auto found = table_of<int>(VALUES);
+  return found[i];
 }
 
-// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
-// has that tap, and whether it exists.
-static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
-  Row of = row_at(row);
-  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
-  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
-  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
-  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
-  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
+// The same of any index, from constant memory.
+template <const auto& VALUES>
+__device__ __forceinline__ int constant_at(int i) {
+  static __constant__ const auto found = table_of<int>(VALUES);
+  return found[i];
 }
-};
 
-// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
-template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
+// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
-// Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
-// [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
-
-// [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
-template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
+// Tensor maps of the input.
+template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
 
 template <class C_>
-struct GatherPack : PacksUnits<GatherPack<C_>> {
+struct PixelTile {
 using C = C_;
-using G = GatherWork<C>;
-using Number = typename G::Number;
-static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
+using Number = NumberOf<C::precision>;
 
-// Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
-template <class Write>
-static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  int rest = i;
-  const auto next = [&rest](int count) {
-    const int found = rest % count;
-    rest /= count;
-    return found;
-  };
-  int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
-  if (write.tap_step != 1) entry = next(G::ENTRIES);
-  const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
-  const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
-  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
-  write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
-    const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
-    WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    if constexpr (SHUFFLED) {
-      Shuffle<C>::find_weight(found, m, k);
-    } else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
-    }
-    return found;
-  });
+// --- pixels -----------------------------------------------------------------------------------------------------------
+
+static constexpr int ELEMENT = 4;
+static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * ELEMENT;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
+// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
+// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
+static constexpr int PIXELS = C::rows_h * PITCH;
+static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
+
+static __device__ __forceinline__ int column_of(int within) {
+  return within % C::plane + within / C::plane;
 }
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+static __device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = ROW_BYTES == 32 ? (p >> 2) & 1 : ROW_BYTES == 64 ? (p >> 1) & 3 : p & 7;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+static constexpr int CONSUMERS = 2;
+static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+static constexpr int PRODUCER_WARPS = 192 / 32;
+static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
+static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
+
+// --- what kernels are told --------------------------------------------------------------------------------------------
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M-groups
+  u32* counters;                                       // claims.cuh's
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
 };
+
+template <int MORE>                                     // behind the input's
+struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
+
+// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+
+struct Source {
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+template <class Tile>
+static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d, t.h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+}
+
+};
+
+// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+template <class C>
+__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
+  u32 hi[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
+}
 
 // NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
 
@@ -1042,6 +721,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1054,7 +734,7 @@ static __device__ __forceinline__ bool aligned(u32 plane) { return plane % Pixel
 template <class C>
 struct BoxedRows {
 static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::rows_d * C::rows_h * C::box_units * 16;
+static constexpr int CHANNEL = C::rows_h * C::box_units * 16;
 using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
 };
 
@@ -1065,14 +745,47 @@ using Of = typename BoxedRows<C>::Of;
 static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
-  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
+  return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d, at.channel, at.n};
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
   // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * C::rows_h) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
+};
+
+// A walk over the chunks of a block's tiles.
+
+// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
+// the blocks that share these.
+template <class K, class Order = typename K::Order>
+struct Walk {
+  using Sizes = typename K::Sizes;
+  Order order;
+  int index, chunk;
+  typename K::Tile tile;
+
+  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
+  __device__ __forceinline__ void begin(const Sizes& s) {
+    index = order.first(s);
+    chunk = 0;
+    settle(s);
+  }
+  __device__ __forceinline__ bool live(const Sizes& s) const {
+    return index < s.tiles;
+  }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = K::tile_at(index, s);
+      if (chunk < K::end_chunk(tile, s)) return;
+      index = order.next(index, s);
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= K::CHUNKS) settle(s);
+  }
 };
 
 // The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
@@ -1126,7 +839,7 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
-    int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
+    int column = T::column_of(within), image = segment / C::rows_h;
     if (thread + k * 192 >= T::PIXELS) break;
     const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
     from[k] = place.from;
@@ -1195,629 +908,330 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
   }
 };
 
-// A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
-
-template <class C>
-struct Columns {
-using G = GatherWork<C>;
-static constexpr int NB = G::NB;
-
-struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
-
-static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int H = G::H_SUBTILES;
-  return {subtile / (H * C::tile_d), subtile / H % C::tile_d,
-          subtile % H * C::sub_h, 0};
-}
-static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
-  Place p = place_of(subtile);
-  return ((p.n * C::rows_d + p.d) * C::rows_h + p.h * C::row_step_h) * G::PITCH + p.w;
-}
-static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
-static constexpr int GROUP_ROWS = C::sub_h == 8 ? C::row_step_h * G::PITCH : 8;  // pixel rows from one group of eight columns to the next
-
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; C::split == 0 && nb < NB; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
-  return true;
-}
-static __device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
-}
-
-// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
-u32 start;
-int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
-
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
-  // By a shuffle, so that ptxas counts in uniform registers.
-  start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-}
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
-
-// acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
-template <bool FRESH>
-__device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part, int lane) const {
-  multiply_by_descriptor<!FRESH>(acc, a, shift, k_step, part);
-}
-
-template <bool ADDS>
-__device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += 1) {
-    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-    using Sums = float[SUBTILES_AT_ONCE * 32];
-    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
-  }
-}
-
-};
-
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
-
-// 0 to N - 1.
-template <int...>
-struct Sequence {};
-template <int N, int... BEHIND>
-struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
-template <int... ALL>
-struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = 1>
-struct ChunkOf;
-
-template <class C>
-struct StepOf {
-using G = GatherWork<C>;
-using Weights = Fragments<C>;
-using Pixels = Columns<C>;
-using Sums = float[G::NB][32];
-using Sets = u32[C::fragment_sets][4];
-
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
-// Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
-// still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
-static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
-  wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
-  wgmma_commit();
-  u32 done = weights.in_hand();
-  if (i + 1 < steps) {
-    weights.load(a[(i + 1) % C::fragment_sets], i + 1);
-    wgmma_wait<1>();
-  } else if (C::steps == ROLLED) {
-    weights.end_stretch(steps);
-    if (left) weights.load(a[0], 0);
-    wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
-  }
-  if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
-}
-};
-
-// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
-// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
-// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
-
-template <class C>
-struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Weights = typename S::Weights;
-using Pixels = typename S::Pixels;
-using Sums = float[G::MB][G::NB][32];
-
-template <int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP];
-  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
-}
-template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
-}
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
-  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
-  weights.load(a[0], 0);
-#pragma unroll 1
-  while (left > 0) {
-    Pixels shifted = pixels;
-    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
-    entry += C::taps_unrolled;
-    if (--left) begin = TAP_ROW<C>[entry];
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
-    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
-  }
-  wgmma_wait<0>();
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < C::taps_unrolled; i++) S::step(acc, a, weights, pixels, taps[i], i, C::taps_unrolled, lane);
-  weights.end_stretch(C::taps_unrolled);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
-  int e = G::first_entry(variant, 0), last = G::end_entry(variant, 0);
-#pragma unroll 1
-  for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[0], sum[0], weights, pixels, e, lane);
-}
-};
-
-// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
-// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
-
-// A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
-// of all warps that hold these.
-template <class C>
-struct Runs : Columns<C> {
-using G = GatherWork<C>;
-using P = Columns<C>;
-using Number = typename G::Number;
-static constexpr bool TALL = C::sub_h == 8;             // subtiles are 8 x 8
-static constexpr int RUN = C::run_groups * 8;
-static constexpr int SUBTILES = TALL ? C::run_groups : C::run_groups / 8;  // neighbours along W that a run crosses
-static constexpr int OF_SUBTILE = TALL ? 8 : 1;  // runs of a subtile
-static constexpr int COUNT = G::NB;          // sets of subtiles that runs cross
-
-// Group k of run i of subtiles first_of(r) ...: which subtile, and which of its groups of 8 columns.
-static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  // subtile of a run's first group
-static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return TALL ? first_of(r) + k : first_of(r) + k / 8; }
-static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return TALL ? i : k % 8; }
-
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-static __device__ __forceinline__ constexpr u64 packed_blocks() {
-  u64 packed = 0;
-  packed |= (u64)(1);
-  return packed;
-}
-static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
-// Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
-static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
-  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
-}
-};
-
-// A warp's 16 rows of M are output channels of one (d, h) sub-position (C::rows_per_sub is 64, 32 or 16).
-struct Slab {
-  int cout, couts;                                      // first channel in the group, and how many of the 16 exist
-  int od, oh;                                           // offsets of the sub-position
-};
-
-template <class C> __constant__ const auto SUB_D = table_of<short>(C::subs_d);  // [variant][subs]: output offset of an M-row's sub-position
-template <class C> __constant__ const auto SUB_H = table_of<short>(C::subs_h);
-template <class C> __constant__ const auto U_W = table_of<short>(C::subs_w);    // [variant]: first W sub-position
-
-template <class C>
-__device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, int cout_block, int warp) {
-  Slab slab;
-  int sub = warp * 16 / C::rows_per_sub;
-  slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
-  slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
-  return slab;
-}
-
-// The biases of a thread's rows g and g + 8 of a slab, or zeros; `first` is the slab's first channel.
-template <class C>
-__device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWork<C>::Number::Type* bias, const Slab& slab, int first, int g) {
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    b[h] = 0.f;
-    if (bias && g + 8 * h < slab.couts) b[h] = GatherWork<C>::Number::value(bias[first + g + 8 * h]);
-  }
-}
-
-// A thread's biases, on all of its sums.
-template <class C>
-__device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
-#pragma unroll
-    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
-#pragma unroll
-      for (int e = 0; e < 32; e++) acc[0][nb][e] += b[e >> 1 & 1];
-}
-
-// Stores NCHW rows, by runs of eight channels.
-
-// Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
-template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * 4 + 127) / 128 * 128 + 32;
-
-template <int UNIT>
-__device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
-  u32 v[4];
-  if constexpr (UNIT == 16) load_shared_128(v, from);
-  else if constexpr (UNIT == 8) load_shared_64(v, from);
-  else v[0] = UNIT == 4 ? load_shared_u32(from) : load_shared_u16(from);
-  if constexpr (UNIT == 16) store_global_128_if(to, v, ok);
-  else if constexpr (UNIT == 8) store_global_64_if(to, v, ok);
-  else if constexpr (UNIT == 4) store_global_if(to, v[0], ok);
-  else store_global_16_if(to, v[0], ok);
-}
-
-// How eight rows of OUTPUTS leave a warp's buffer. `to` is the first row's first output, rows lie `plane` bytes apart; `rows` of them exist.
-template <class C>
-struct RowStores {
-using T = PixelTile<C>;
-static constexpr int OUTPUTS = C::run_groups * 8;  // of a row of a run
-static constexpr int PITCH = RUN_PITCH<C>;
-static constexpr bool WHOLE_SLABS = C::cout_g % 16 == 0;  // all rows exist
-
-// In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void store_units(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int PER_ROW = OUTPUTS * 4 / UNIT;
-#pragma unroll
-  for (int i = 0; i < (8 * PER_ROW + 31) / 32; i++) {
-    int index = lane + 32 * i, first = 32 * i / PER_ROW, more = index / PER_ROW - first;  // rows: the first lane's, and how many on
-    // Compared, not divided, where rows are long.
-    if (PER_ROW >= 32) more = 32 * i % PER_ROW + 31 >= PER_ROW && index >= (first + 1) * PER_ROW;
-    int r = first + more, at = (index - r * PER_ROW) * UNIT;
-    char* row = to + first * plane + (PER_ROW >= 32 ? more ? plane : 0 : more * plane);
-    bool in = PER_ROW % 4 == 0 || r < 8;
-    copy_unit<UNIT>(row + at, in ? buffer + r * PITCH + at : buffer, in && at < end && (WHOLE_SLABS || r < rows));
-  }
-}
-
-// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-      if (!WHOLE_SLABS && r >= rows) at[k] = 1 << 20;
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-
-};
-
-template <class C>
-struct Epilogue : Runs<C> {
-using G = GatherWork<C>;
-using R = Runs<C>;
-using Number = typename G::Number;
-using Result = char*;
-using Rows = RowStores<C>;
-static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
-
-// One thread's 2 w_subs neighbouring outputs to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
-  constexpr int TOGETHER = 2;
-#pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-  u32 to = at + (0 ^ order) * 4;
-  store_shared_f32x2(to, v[0], v[0 ^ 1]);
-}
-
-// Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
-template <int UNIT>
-static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int q = lane & 3, order = 0;
-#pragma unroll
-  for (int k = 0; k < C::run_groups; k++) {
-    const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2];
-#pragma unroll
-    for (int c = 0; c < 2; c++)
-      v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
-  }
-}
-
-// Eight rows (output channels) of a run by way of the buffer to memory: `end` bytes of each.
-template <int UNIT>
-static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  put_rows<UNIT>(acc, bias, r, i, h, row, lane);
-  __syncwarp();
-  if constexpr (UNIT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
-}
-
-// Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
-// branches, take longer and compile no faster.
-static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], const typename Number::Type* __restrict__ bias, char* __restrict__ y, const typename G::Sizes& s, const typename G::Tile& t, int cout_block, int first_subtile, u32 buffer, int warp, int lane) {
-  OPAQUE(lane);                                         // what follows from it is found here, not kept from tile to tile (spills)
-  int g = lane >> 2;
-  Slab slab = slab_of<C>(t, cout_block, warp);
-  if (slab.couts <= 0) return;
-  int channel = slab.cout;
-  float b[2];
-  load_bias<C>(b, bias, slab, channel, g);
-  if (bias) add_bias<C>(acc, b);
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
-#pragma unroll
-  for (int r = 0; r < R::COUNT; r++) {
-    typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = (t.d + place.d) + slab.od;
-    bool image = n < s.batch && od < s.out_d;
-#pragma unroll
-    for (int i = 0; i < R::OF_SUBTILE; i++) {
-      int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
-      if (!image || oh >= s.out_h || left <= 0) continue;
-      char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
-      int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
-      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        char* first = to + h * 8 * plane;
-        int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
-        u32 row = buffer + g * Rows::PITCH;
-        {
-          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * 4>(misaligned)) pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-        }
-        __syncwarp();
-      }
-    }
-  }
-}
-
-// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
-template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
-};
-
-// Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
-// for every axis; u < OUT_STEP are the sub-positions of q (the phases of a stride, or rows unrolled to fill a tile).
-// The gradient for the input is the same with exchanged steps: `in` is the output's gradient, `cin` its channels, `out` the input's.
+// Sweep: a transposed convolution without strides on tensor cores, for few output channels. Pixels are the rows of a matrix
+// instruction (M), output channels its columns (N): a layer of 24 channels multiplies 24 columns, where `gather`, whose rows are
+// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union, of which half is useful.
 //
-// Work of a block (persistent, `for tile`): tile_n x tile_d x tile_h x tile_w positions q times one M-group. An M-group is
-// mb blocks of 64 rows (for WGS_M = 2: a pair of them); a row is one output channel at one (d, h) sub-position, a block one
-// W sub-position. K is input channels x taps, in chunks of ck channels.
+// A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all `slots` kernel slices side by
+// side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice
+// reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
+// useful but at the ends of a walk.
 //
-// Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
-//              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
-//   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
-//              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
-//              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
-// `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
+// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay. A slice's chunks stay until both have
+// read them. A turn reads all of them, so a ring of fewer stages than chunks would wait for ever; one more lets the next slice begin.
 //
-// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
+// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
+// the instructions. Consumers halve them: `nb` x 64 each.
+//
+// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh): NCHW's by way of slots and a pass that turns
+// them, channels-last ones by a box that is the tile. Their results leave as they lie in registers, since a pixel's channels are
+// neighbours there. Weights are B, by descriptor: for a chunk and
+// a tap (of H and W) `b_columns` rows of a chunk's channels, swizzled as pixels are; a ring's stage has `w_stage` steps of K, whole taps.
+//
+// Constants are Sweep's C (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
+// Slices of a block's walks: the first, and from one to the next. K has the tiles.
+template <class K>
+struct SlicesInOrder {
+  using Sizes = typename K::Sizes;
+  __device__ __forceinline__ explicit SlicesInOrder(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes& s) const { return blockIdx.x * K::steps_of(s); }
+  __device__ __forceinline__ int next(int index, const Sizes& s) const {
+    int steps = K::steps_of(s);
+    return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
+  }
+  __device__ __forceinline__ void end() {}
+};
 
 template <class C_>
-struct Gather {
+struct Sweep : PixelTile<C_>, PacksUnits<Sweep<C_>> {
 using C = C_;
-using G = GatherWork<C>;
-using Sizes = typename G::Sizes;
-using Type = typename G::Number::Type;
-using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
-using Store = Epilogue<C>;
-using Result = typename Store::Result;
-static constexpr bool IN_TURN = C::split == 2;
-static constexpr bool DRAINED = false;
+using T = PixelTile<C>;
+using Number = NumberOf<C::precision>;
+using Type = typename Number::Type;
+using Sizes = typename T::Sizes;
 
-// --- shared memory ----------------------------------------------------------------------------------------------------
+static constexpr int ELEMENT = 4, VEC = T::VEC, ROW_BYTES = T::ROW_BYTES, K_STEPS = T::K_STEPS, PITCH = T::PITCH, CHUNKS = T::CHUNKS;
+static constexpr int CONSUMERS = T::CONSUMERS, PRODUCER_WARPS = T::PRODUCER_WARPS;
+static constexpr int STEP_BYTES = C::b_columns * 32;    // of weights, of a step of K
+static constexpr int TAP_BYTES = STEP_BYTES * K_STEPS;
+static constexpr int CHUNK_STEPS = C::tap_entries * K_STEPS;
+static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-row pair
+static constexpr int SUMS = C::slots * SLOT_SUMS;
+static constexpr int POSITIONS = C::nb * 64;               // M-rows of a consumer
 
-static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
-static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
+// A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
+// that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
+static constexpr int LINE_UNITS = (C::tile_w + 2 * VEC - 2) / VEC;  // of a row
+static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that a consumer's positions are in
+static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
+static constexpr int BUFFER_BYTES = 8 * CHANNEL_PITCH;
 
-// --- consumers --------------------------------------------------------------------------------------------------------
+using Pixels = RingOf<C::stages_p, T::STAGE_BYTES>;
+using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
+using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Weights::BYTES;
+static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = C::split == 0 ? wg * G::NB : 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
-  int turn = 0;
-  typename G::Order order(s);
-  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
-  int following = 0;
+struct Tile {
+  int group;                                           // 0
+  int n, d, h, w;                                      // d: the input's slice
+  int step;                                            // of the walk
+};
+
+// Slices of a walk, and the output's of a segment.
+static __device__ __forceinline__ int segment_of(const Sizes& s) { return (s.out_d + s.tiles_d - 1) / s.tiles_d; }
+static __device__ __forceinline__ int steps_of(const Sizes& s) { return segment_of(s) + C::slots - 1; }
+
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int steps = steps_of(s), q = index / steps;
+  t.group = 0;
+  t.step = index - q * steps;
+  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d * segment_of(s) + t.step - (C::slots - 1) - C::first_slot;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+// Who brings pixels goes by these (gather_walk.cuh). Of slices that the input has not nothing is loaded.
+using Order = SlicesInOrder<Sweep>;
+using LoaderOrder = Order;
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
+static constexpr int SECOND = C::grad_input ? C::cin : C::cout, TAPS_IN_ALL = C::slots * C::taps;
+
+// [chunk][tap][slot, output channel][channel of the chunk], zeros where there is none of either. The weight is (C::cin, C::cout, kernel), for a
+// gradient for the input (C::cout, C::cin, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  int unit = i % T::UNITS_PER_ROW, column = i / T::UNITS_PER_ROW % C::b_columns, rest = i / (T::UNITS_PER_ROW * C::b_columns);
+  int entry = rest % C::tap_entries, first = rest / C::tap_entries * C::ck + unit * VEC;
+  int slot = column / C::slot_columns, cout = column % C::slot_columns;
+  int tap = (C::grad_input ? C::slots - 1 - slot : slot) * C::taps + constant_at<C::tap_indices>(entry);
+  write((long long)rest * TAP_BYTES + T::unit_at(column, unit), [=](int e) -> WeightAt {
+    int cin = first + e;
+    return {cin < C::cin && cout < C::cout, C::grad_input ? cout : cin, C::grad_input ? cin : cout, tap};
+  });
+}
+
+// One thread: streams every slice's weights through the ring, chunk by chunk; those that stay it loads once.
+static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
+  wait_for_results();                                   // of `pack`
+  typename Weights::Cursor cursor = {0, 1};
+  const Order order(s);
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
-    const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
-    if (IN_TURN && (turn & 1) != wg) {
-      cursor.move(chunks);
-      weights.skip(0);
-      continue;
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    int chunks = C::turns ? CHUNKS : end_chunk(tile_at(index, s), s);
+    const char* from = packed;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++)
+#pragma unroll 1
+      for (int left = CHUNK_STEPS; left > 0; left -= C::w_stage, cursor.next()) {
+        u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES, barrier = ring.full(cursor);
+        if (!C::turns) ring.wait_empty(cursor);
+        expect_bytes(barrier, bytes);
+        copy_bulk(ring.stage(cursor), from, bytes, barrier);
+        from += bytes;
+      }
+    if (C::turns) return;
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+struct Reader {                                        // of the weights' ring
+  Weights ring;
+  typename Weights::Cursor cursor;                     // the stage to be waited for next
+  u32 held;                                            // the barrier of the stage that instructions still read; 0: none
+  u32 behind;                                          // of the pixels' chunk likewise
+};
+
+// acc += pixels x weights of a chunk; `start`: of the consumer's pixels, as descriptors have it. Instructions are queued up to two stages
+// of the ring ahead; what the stage before the last read is given back.
+static __device__ __forceinline__ void multiply_chunk(float (&acc)[C::nb][SUMS], u32 start, Reader& weights, int lane) {
+  u32 at = 0, barrier = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNK_STEPS; i++) {
+    const int k = i % K_STEPS * 2;
+    if (i % C::w_stage == 0) {
+      barrier_wait(weights.ring.full(weights.cursor), C::turns ? 0 : weights.cursor.parity);
+      at = uniform(weights.ring.stage(weights.cursor) >> 4 | 1u << 16);
+      barrier = C::turns ? 0 : weights.ring.empty(weights.cursor);
+      weights.cursor.next();
+      wgmma_fence();
     }
-    float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
-      for (int nb = 0; nb < G::NB; nb++)
+    for (int nb = 0; nb < C::nb; nb++) {
+      u64 a = ROWS_OF<ROW_BYTES> | (start + (value_at<C::tap_rows>(i / K_STEPS) + nb * 64) * (ROW_BYTES / 16) + k);
+      u64 b = ROWS_OF<ROW_BYTES> | (at + i % C::w_stage / K_STEPS * (TAP_BYTES / 16) + k);
+      WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
+    }
+    if ((i + 1) % C::w_stage == 0 || i + 1 == CHUNK_STEPS) {
+      wgmma_commit();
+      wgmma_wait<1>();
+      __syncwarp();
+      leave(weights.held, lane);
+      if (i < C::w_stage) leave(weights.behind, lane);
+      weights.held = barrier;
+    }
+  }
+}
+
+// NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in elements,
+// of which only the place in a unit counts.
+static __device__ __forceinline__ void fill_buffer(
+    const float (&acc)[C::nb][SUMS], int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
+  int lane = thread & 31, channel = (lane & 3) * 2, top = first / PITCH;
+  u32 column = buffer + channel * CHANNEL_PITCH;
+  float b[2];
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-          acc[0][nb][i] = 0.f;
-          opaque(acc[0][nb][i]);
+  for (int c = 0; c < 2; c++) b[c] = bias ? Number::value(bias[8 * j + channel + c]) : 0.f;
+#pragma unroll
+  for (int nb = 0; nb < C::nb; nb++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int position = first + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8, row = position / PITCH, w = position - row * PITCH;
+      u32 place = column + (row - top) * (LINE_UNITS * 16) + w * ELEMENT;
+      u32 phase = begin + row * s.out_w + (8 * j + channel) * apart;  // where the row begins
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * ELEMENT;
+        float v = acc[nb][4 * j + 2 * h + c] + b[c];
+        if constexpr (ELEMENT == 2) {
+          if (w < C::tile_w) store_shared_u16(to, Number::bits(v));
+        } else {
+          if (w < C::tile_w) store_shared_f32(to, v);
         }
-    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+      }
+    }
+}
+
+// The sums of the first slot, an output slice's, of the consumer's positions.
+static __device__ __forceinline__ void store_rows(
+    const float (&acc)[C::nb][SUMS], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
+  int first = wg * POSITIONS, top = first / PITCH;
+  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+  int columns = s.out_w - t.w < C::tile_w ? s.out_w - t.w : C::tile_w, rows = s.out_h - t.h < C::tile_h ? s.out_h - t.h : C::tile_h;
+  y += t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * ELEMENT;
+#pragma unroll
+  for (int j = 0; j < C::slot_columns / 8; j++) {
+    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
+    named_sync(2 + wg, 128);                            // everyone has read what was there before
+    fill_buffer(acc, j, bias, s, (u32)(u64)y / ELEMENT, (u32)plane / ELEMENT, buffer, first, thread);
+    named_sync(2 + wg, 128);
+#pragma unroll 2  // more of them spill
+    for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
+      int index = thread + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = top + line / 8;
+      char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * ELEMENT;
+      int at = unit * VEC - (int)((u32)(u64)to / ELEMENT % VEC);  // of the unit's first element in the row
+      int low = first - row * PITCH, high = low + POSITIONS;      // what of the row the consumer has
+      low = low > 0 ? low : 0, high = high < columns ? high : columns;
+      bool live = index < 8 * LINES * LINE_UNITS && row < rows;
+      bool whole = live && at >= low && at + VEC <= high;
+      u32 v[4];
+      load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
+      to += at * ELEMENT;
+      store_global_128_if(to, v, whole);
+      if (live && !whole && at + VEC > low && at < high) store_some<ELEMENT>(to, v, at, low, high, true);
+    }
+  }
+}
+
+static __device__ __forceinline__ void consume(
+    const Type* bias, char* y, const Sizes& s, const Pixels& pixels, Reader& weights, u32 buffer, int wg, int thread) {
+  int lane = thread & 31;
+  typename Pixels::Cursor cursor = {0, 0};
+  if (C::turns && wg == 1) named_arrive(4, T::CONSUMER_THREADS);  // the first turn is warpgroup 0's
+  float acc[C::nb][SUMS];
+  const Order order(s);
+#pragma unroll 1
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    Tile t = tile_at(index, s);
+    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
+#pragma unroll
+    for (int nb = 0; nb < C::nb; nb++)
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) {
+        const bool carried = i < SUMS - SLOT_SUMS;
+        acc[nb][i] = carried && t.step > 0 ? acc[nb][carried ? i + SLOT_SUMS : i] : 0.f;
+        opaque(acc[nb][i]);
+      }
+    weights.held = weights.behind = 0;
+    if (C::turns) named_sync(4 + wg, T::CONSUMER_THREADS);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
-      Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      pixels.wait_full(cursor);
+      multiply_chunk(acc, uniform((pixels.stage(cursor) + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16), weights, lane);
+      weights.behind = pixels.empty(cursor);
     }
-    weights.end();
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if (EARLY) following = order.next(index, s);
-    auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    wgmma_wait<0>();
+    if (C::turns) named_arrive(4 + (wg ^ 1), T::CONSUMER_THREADS);
+    __syncwarp();
+    leave(weights.held, lane);
+    leave(weights.behind, lane);
+    if (t.step >= C::slots - 1 && od < s.out_d) {
+      store_rows(acc, bias, y, s, t, od, buffer, wg, thread);
+    }
   }
 }
 
-// --- a block ----------------------------------------------------------------------------------------------------------
+// =====================================================================================================================
 
-// What a kernel is given beside the sizes.
-struct Given {
-  const char* x;
-  const char* packed;
-  const Type* bias;
-  char* y;
-};
-// Of a result or, boxed, of weights the last.
-using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
+using TensorMaps = typename T::template TensorMapsAnd<0>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < C::stages_p; i++) {
-    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_s; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
-// All warps but the consumers'.
-template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
-  if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
-    load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
-  }
-}
-
-template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
-  s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < 2) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - 2;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
-  }
+static __device__ __forceinline__ void run(const char* x, const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMaps& maps, u32 memory) {
+  const Pixels pixels = Pixels::at(memory, memory + BARRIERS_AT);
+  const Weights ring = Weights::at(memory + RING_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES);
+  const Slots slots = Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES);
+  run_block<2, CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        pixels.init(PRODUCER_WARPS, CONSUMERS * 4);
+        ring.init(1, CONSUMERS * 4);
+        slots.init(1, PRODUCER_WARPS);
+      },
+      [&] {
+        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+        if (warp < PRODUCER_WARPS) {
+          const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
+          Producer<Sweep>::produce(x, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+        } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
+          load_boxes<Sweep>(maps, s, slots.stages, slots.full_at, slots.empty_at);
+        } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
+          stream_weights(packed, s, ring);
+        }
+      },
+      [&](int consumer, int thread) {
+        Reader weights = {ring, {0, 0}, 0, 0};
+        consume(bias, y, s, pixels, weights, memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
+      });
 }
 };
 
-// --- the kernel, whose parameters depend on its constants -------------------------------------------------------------
-
-// `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
-template <class C>
-__global__ void __launch_bounds__(PixelTile<C>::THREADS, 1)
-gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y, u32* counters,
-       int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-       const __grid_constant__ typename Gather<C>::TensorMaps maps) {
+template <class M>
+__global__ void __launch_bounds__(M::THREADS, 1)
+sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y,
+      int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
+      const __grid_constant__ typename M::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  M::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2065,8 +1479,10 @@ struct Class {
 
 // --- a chunk ---
 
+static constexpr int BYTES = T::BOX_BYTES;
+
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, T::BOX_BYTES);
+  expect_bytes(barrier, BYTES);
   load_x(maps.of[0], c, 0, to, barrier);
 }
 };
@@ -2270,20 +1686,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2669,47 +2071,34 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x4x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved, weights ring of 5 x 6
-// fragments, 219 KB shared.
+// Forward: pixels as rows, sweep: wgmma tf32, tile 5x100 (HxW), walks of 25 slices, 72 columns, chunk of 8 channels,
+// weights in a ring of 4 x 6 steps, 217 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 48, first_w = -2, columns = 10, plane = 10, precision = 0, cin = 48, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 4, tile_h = 8, tile_w = 8, in_step_h = 2, rows_d = 6, rows_h = 18, row_step_h = 2;
-  static constexpr int offsets_d[6] = {-2, -1, 0, 1, 2, 3};
-  static constexpr int offsets_h[18] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, planes = 1;
-  static constexpr int stages_p = 2, stages_s = 2, fetch = 1, first_d = -2, first_h = -2, box_units = 3, column_pad = 2;
-  static constexpr int cout_g = 24, split = 0, mb = 1, subs = 2, rows_per_sub = 32, m_groups = 1, w_stage = 6;
-  static constexpr int ring_fragments = 30, out_step_h = 2, cout = 24, taps = 27, sub_h = 8, w_subs = 1;
-  static constexpr int subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 5, steps = 2;
-  static constexpr int taps_unrolled = 18, fragment_sets = 3, entries[2] = {0, 36};
-  static constexpr int tap_rows[36] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361, 362, 370, 371, 372, 380, 381, 382, 390, 391, 392};
-  static constexpr int tap_indices[72] = {26, -1, 25, -1, 24, -1, 23, 26, 22, 25, 21, 24, 20, 23, 19, 22, 18, 21, -1, 20, -1, 19, -1, 18, 17, -1, 16, -1, 15, -1, 14, 17, 13, 16, 12, 15, 11, 14, 10, 13, 9, 12, -1, 11, -1, 10, -1, 9, 8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2, 5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0};
-  static constexpr int run_groups = 1, store_unit = 8, producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr int cin_g = 48, first_w = -2, columns = 102, plane = 102, precision = 0, cin = 48, ck = 8;
+  static constexpr int tile_n = 1, tile_d = 1, tile_h = 5, tile_w = 100, rows_h = 7, planes = 1, stages_p = 3;
+  static constexpr int stages_s = 3, fetch = 1, first_h = -2, box_units = 26, column_pad = 2, cout = 24;
+  static constexpr int producer_registers = 48, consumer_registers = 208, nb = 4, taps = 9, slots = 3;
+  static constexpr int slot_columns = 24, b_columns = 72, first_slot = 0, tap_entries = 9;
+  static constexpr int tap_rows[9] = {0, 1, 2, 102, 103, 104, 204, 205, 206};
+  static constexpr int tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0}, stages = 3, stages_w = 4, w_stage = 6;
+  static constexpr bool channels_last = false, strided_box = false, grad_input = false, turns = false;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 5 x 5 fragments, 220 KB shared.
+// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 14x16 (HxW), walks of 96 slices, 144 columns, chunk
+// of 8 channels, weights resident, 209 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 24, first_w = 0, columns = 66, plane = 66, precision = 0, cin = 24, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 1, tile_h = 4, tile_w = 64, in_step_h = 1, rows_d = 3, rows_h = 6, row_step_h = 1;
-  static constexpr int offsets_d[3] = {0, 1, 2}, offsets_h[6] = {0, 1, 2, 3, 4, 5}, planes = 1, stages_p = 2;
-  static constexpr int stages_s = 2, fetch = 1, first_d = 0, first_h = 0, box_units = 17, column_pad = 0, cout_g = 48;
-  static constexpr int split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5, ring_fragments = 25;
-  static constexpr int out_step_h = 1, cout = 48, taps = 27, sub_h = 1, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, stages_w = 5, steps = 1, taps_unrolled = 9, fragment_sets = 3;
-  static constexpr int entries[2] = {0, 27};
-  static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 396, 397, 398, 462, 463, 464, 528, 529, 530, 792, 793, 794, 858, 859, 860, 924, 925, 926};
-  static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, run_groups = 8, store_unit = 8;
-  static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr int cin_g = 24, first_w = 0, columns = 18, plane = 18, precision = 0, cin = 24, ck = 8, tile_n = 1;
+  static constexpr int tile_d = 1, tile_h = 14, tile_w = 16, rows_h = 16, planes = 1, stages_p = 4, stages_s = 4;
+  static constexpr int fetch = 1, first_h = 0, box_units = 5, column_pad = 0, cout = 48, producer_registers = 48;
+  static constexpr int consumer_registers = 208, nb = 2, taps = 9, slots = 3, slot_columns = 48, b_columns = 144;
+  static constexpr int first_slot = -2, tap_entries = 9, tap_rows[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38};
+  static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, stages = 4, stages_w = 3, w_stage = 9;
+  static constexpr bool channels_last = false, strided_box = false, grad_input = true, turns = true;
 };
 
 // =====================================================================================================================
@@ -2720,11 +2109,11 @@ struct GradInput {
 struct GradWeight {
   static constexpr int precision = 0, cin = 48, cout = 24, block_ci = 48, block_co = 32, g_columns = 34, g_units = 10;
   static constexpr int g_pitch = 44, tile_n = 1, kernel_d = 3, taps_d = 2, sets_d = 2, tile_d = 2, kernel_h = 3;
-  static constexpr int step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 3, step_w = 1, taps_w = 3, tile_w = 32;
-  static constexpr int g_rows_d = 3, g_rows_h = 2, warpgroups = 3, subs = 2, entries = 3, stages = 2, unrolled = 4;
-  static constexpr int stack = 3, row_classes = 1, line_bytes = 128, segment = 128, g_width = 32, run = 1;
-  static constexpr int run_words = 0, producer_registers = 56, consumer_registers = 152;
-  static constexpr bool channels_last = false, lines = false;
+  static constexpr int step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 32, g_rows_d = 3;
+  static constexpr int g_rows_h = 2, warpgroups = 3, subs = 2, entries = 3, stages = 2, unrolled = 4, stack = 3;
+  static constexpr int row_classes = 1, line_bytes = 128, segment = 128, g_width = 32, run = 1, run_words = 0;
+  static constexpr int producer_registers = 56, consumer_registers = 152;
+  static constexpr bool channels_last = false;
 };
 
 }  // namespace kernels
@@ -2801,13 +2190,12 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
              int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({442368}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<108, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 225024), stream>>>(
-      of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{12, 18, 6, 8, 1},
+  const at::Tensor packed = at::empty({124416}, x.options().dtype(at::kByte));
+  kernels::pack<kernels::Sweep<kernels::Forward>><<<31, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::sweep<kernels::Sweep<kernels::Forward>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::Forward>>, 222880), stream>>>(
+      of(x), of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+      sizes[7], sizes[8], sizes[9], sizes[10],
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{104, 7, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2816,13 +2204,12 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
                 int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({165888}, grad.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::GradInput>><<<41, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 226200), stream>>>(
-      of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 6, 3, 8, 1},
+  const at::Tensor packed = at::empty({124416}, grad.options().dtype(at::kByte));
+  kernels::pack<kernels::Sweep<kernels::GradInput>><<<31, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 214960), stream>>>(
+      of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+      sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{20, 16, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2883,6 +2270,15 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def segments(walks: int, slices: int, slots: int, processors: int) -> int:
+    """Into how many parts blocks cut a walk along the depth, so that all are over soonest; each has slots - 1 more."""
+
+    def steps(parts: int) -> int:
+        return ceil(walks * parts, processors) * (ceil(slices, parts) + slots - 1)
+
+    return min(range(1, min(slices, 256) + 1), key=steps)
+
+
 def output_size(size, kernel, given: Arguments):
     """Of every spatial dimension."""
     axes = zip(size, kernel, *given[:4])
@@ -2895,21 +2291,21 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x4x8x8 positions (NxDxHxW)."""
-    tiles_d = ceil(result[0], 4)
-    tiles_h = ceil(result[1], 16)
-    tiles_w = ceil(result[2], 8)
-    tiles = batch * tiles_d * tiles_h * tiles_w
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    """(blocks, sizes): persistent blocks, which take tiles of 5 x 100 positions slice by slice along the depth."""
+    rows = ceil(result[1], 5)
+    columns = ceil(result[2], 100)
+    parts = segments(batch * rows * columns, result[0], 3, processors)
+    walks = batch * parts * rows * columns
+    return min(walks, processors), (batch, *source, *result, parts, rows, columns, walks * (ceil(result[0], parts) + 2))
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
-    tiles_d = result[0]
-    tiles_h = ceil(result[1], 4)
-    tiles_w = ceil(result[2], 64)
-    tiles = batch * tiles_d * tiles_h * tiles_w
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    """(blocks, sizes): persistent blocks, which take tiles of 14 x 16 positions slice by slice along the depth."""
+    rows = ceil(result[1], 14)
+    columns = ceil(result[2], 16)
+    parts = segments(batch * rows * columns, result[0], 3, processors)
+    walks = batch * parts * rows * columns
+    return min(walks, processors), (batch, *source, *result, parts, rows, columns, walks * (ceil(result[0], parts) + 2))
 
 
 def grad_weight_launch(batch, source, result, processors):
@@ -2967,12 +2363,6 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-def wide(t: Tensor, multiple: int) -> Tensor:
-    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
-    more = -t.shape[-1] % multiple
-    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
-
-
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
@@ -2983,10 +2373,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         return out
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
-        result = wide(out, 2)
-        launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
-        build(True).forward(x, weight, bias, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build(True).forward(x, weight, bias, out, *launch)
+        return out
     x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)
@@ -3001,10 +2390,9 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
         return out
     if is_fast(grad, weight.shape, given):
         grad = dense(grad, 4)
-        result = wide(out, 2)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(result), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, out, *launch)
+        return out
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
     return out.copy_(result)

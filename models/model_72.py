@@ -1440,6 +1440,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }

@@ -22,16 +22,16 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
-  6 x 6 fragments, 211 KB shared.
+- forward: pixels as rows, phases: wgmma tf32, 2 tiles of 64 places of a row, 4 x 64 columns, rings of 6 of 8
+  channels, weights resident, 226 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 218 KB shared.
 
-A block of the forward, whose rings are of shared memory:
-  input -> 3 slots -> turned by 6 warps -> ring of 2 tiles (1 x 4 x 64 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 6 fragments ----------------------------------------------------+-> wgmma -> result
+A block of the gradient for the input, whose rings are of shared memory:
+  output's gradient -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 64 pixels, halo, 8 channels) --+
+  weights -> packed -> ring of 6 x 5 fragments ----------------------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -344,6 +344,7 @@ __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
+__device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
@@ -386,6 +387,7 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
 }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
+#define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))
 // `blockIdx.x`, read again rather than kept.
 __device__ __forceinline__ int block_index() {
   int block;
@@ -413,34 +415,6 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
 
-// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
-
-template <int STAGES>
-struct CursorOf {                                       // a place in the ring, and the parity of its phase
-  u32 stage, parity;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void move(u32 by) {
-    u32 at = stage + by;
-    stage = at % STAGES;
-    parity ^= at / STAGES & 1;
-  }
-};
-
-// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
-__device__ __forceinline__ void leave(u32 barrier, int lane) {
-  if (lane == 0 && barrier) barrier_arrive(barrier);
-}
-// The same of lanes that may be apart.
-__device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  leave(barrier, lane);
-}
-
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -455,301 +429,6 @@ struct Float32 {
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
-
-// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
-// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
-
-// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
-// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
-// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
-constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
-
-__device__ __forceinline__ void claims_init(u32 ring) {
-  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
-}
-
-// The thread that claims. STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
-//
-// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
-// are done. Null: tiles are dealt out evenly.
-template <class Sizes, int STEP>
-struct Claiming {
-  u32 ring;
-  u32* counters;
-  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Claiming(const Sizes& s) : ring(s.claims), counters(s.counters), cursor({0, 0}) { ask(blockIdx.x); }
-  __device__ __forceinline__ void ask(int index) {
-    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
-    upcoming = index + gridDim.x;
-    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
-  }
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
-  // and one more have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    const int index = upcoming;
-    ask(index);
-    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
-    barrier_arrive(ring + 8 * cursor.stage);
-    cursor.next();
-    return index;
-  }
-  __device__ __forceinline__ void end() {
-    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
-    for (int i = 0; i <= STEP; i++) counters[i] = 0;
-  }
-};
-
-// Others: warps, or (ALONE) single threads.
-template <class Sizes, bool ALONE>
-struct Told {
-  u32 ring;
-  CursorOf<CLAIMS> cursor;
-  __device__ __forceinline__ explicit Told(const Sizes& s) : ring(s.claims), cursor({0, 0}) {}
-  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
-  __device__ __forceinline__ int next(int, const Sizes&) {
-    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
-    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
-    cursor.next();
-    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
-  }
-};
-
-// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
-// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
-template <class T, int N>
-struct Table {
-  T at[N];
-  __device__ constexpr const T& operator[](int i) const { return at[i]; }
-};
-
-template <class T, int N>
-__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
-  Table<T, N> found = {};
-  for (int i = 0; i < N; i++) found.at[i] = of[i];
-  return found;
-}
-
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
-
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-
-// Tensor maps of the input.
-template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
-
-template <class C_>
-struct PixelTile {
-using C = C_;
-using Number = NumberOf<C::precision>;
-
-// --- pixels -----------------------------------------------------------------------------------------------------------
-
-static constexpr int PARTS = 1;  // of an operand
-static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
-static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
-static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
-static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
-static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
-static constexpr int SEGMENTS = C::rows_d * C::rows_h;
-// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
-static constexpr int PITCH = C::planes * C::plane;  // pixel rows from a segment to the next
-static constexpr int PIXELS = SEGMENTS * PITCH;
-static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
-
-static __device__ __forceinline__ int column_of(int within) {
-  return within % C::plane * C::in_step_w + within / C::plane;
-}
-
-// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
-static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
-  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
-}
-
-// --- roles ------------------------------------------------------------------------------------------------------------
-
-static constexpr int CONSUMERS = 2;
-static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
-static constexpr int PRODUCER_WARPS = 192 / 32;
-static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
-static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
-
-// --- what kernels are told --------------------------------------------------------------------------------------------
-
-struct Sizes {
-  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
-  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
-  int tiles;                                           // all of them, times M-groups
-  u32* counters;                                       // claims.cuh's
-  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
-};
-
-template <int MORE>                                     // behind the input's
-struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
-
-// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
-
-struct Source {
-  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
-  int channel, left;                                   // first channel, channels left in the group
-};
-
-template <class Tile>
-static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
-}
-
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-
-};
-
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
-template <class C>
-__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
-  u32 hi[4];
-#pragma unroll
-  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
-  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
-}
-
-// A walk over the chunks of a block's tiles.
-
-// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
-// the blocks that share these.
-template <class K, class Order = typename K::Order>
-struct Walk {
-  using Sizes = typename K::Sizes;
-  Order order;
-  int index, chunk;
-  typename K::Tile tile;
-
-  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
-  __device__ __forceinline__ void begin(const Sizes& s) {
-    index = order.first(s);
-    chunk = 0;
-    settle(s);
-  }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
-  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
-    while (index < s.tiles) {
-      tile = K::tile_at(index, s);
-      if (chunk < K::end_chunk(tile, s)) return;
-      index = order.next(index, s);
-      chunk = 0;
-    }
-  }
-  __device__ __forceinline__ void next(const Sizes& s) {
-    if (++chunk >= K::CHUNKS) settle(s);
-  }
-};
-
-// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
-
-template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
-template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
-
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
-// The orders of a block's roles, see claims.cuh.
-template <class C, class Sizes, bool CLAIMED = C::claimed>
-struct Orders;
-template <class C, class Sizes>
-struct Orders<C, Sizes, true> {
-  using Order = Told<Sizes, false>;
-  using AloneOrder = Told<Sizes, true>;
-  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
-};
-
-template <class C_>
-struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
-using C = C_;
-using T = PixelTile<C>;
-using Sizes = typename T::Sizes;
-
-static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
-static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
-static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
-static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
-
-struct Tile {
-  int group, cout_block, variant;                      // M-group
-  int n, d, h, w;                                      // first q
-};
-
-static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
-  Tile t;
-  int m = index % C::m_groups, q = index / C::m_groups;
-  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  if (C::variants > 1) m = (m + q) % C::m_groups;
-  t.variant = m % C::variants;
-  t.cout_block = 0;
-  t.group = m / C::variants;
-  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d;
-  t.n = q / s.tiles_d;
-  return t;
-}
-
-static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
-static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
-static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b));
-}
-static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
-
-static __device__ __forceinline__ int end_chunk(int variant) {
-  return chunks_of(variant);
-}
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
-};
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
 
@@ -818,13 +497,394 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
   K::pack_weights(weight, packed, tap_step);
 }
 
+// One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
+__device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
+  constexpr int PIECE = 16384;
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += PIECE)
+    copy_bulk(to + at, packed + at, bytes - at < PIECE ? bytes - at : PIECE, barrier);
+}
+
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
+
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
+
+// A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
+
+template <int STAGES>
+struct CursorOf {                                       // a place in the ring, and the parity of its phase
+  u32 stage, parity;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void move(u32 by) {
+    u32 at = stage + by;
+    stage = at % STAGES;
+    parity ^= at / STAGES & 1;
+  }
+};
+
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
+// What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
+__device__ __forceinline__ void leave(u32 barrier, int lane) {
+  if (lane == 0 && barrier) barrier_arrive(barrier);
+}
+// The same of lanes that may be apart.
+__device__ __forceinline__ void give_back(u32 barrier, int lane) {
+  __syncwarp();
+  leave(barrier, lane);
+}
+
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
+}
+
+// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
+// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
+template <class T, int N>
+struct Table {
+  T at[N];
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
+};
+
+template <class T, int N>
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+  Table<T, N> found = {};
+  for (int i = 0; i < N; i++) found.at[i] = of[i];
+  return found;
+}
+
+// An array's element: of an index that the compiler knows once loops are unrolled.
+template <const auto& VALUES>
+__device__ __forceinline__ constexpr int value_at(int i) {
+  constexpr auto found = table_of<int>(VALUES);
+  return found[i];
+}
+
+// The same of any index, from constant memory.
+template <const auto& VALUES>
+__device__ __forceinline__ int constant_at(int i) {
+  static __constant__ const auto found = table_of<int>(VALUES);
+  return found[i];
+}
+
+// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
+// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
+
+// Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
+// the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
+// multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
+constexpr int CLAIMS = 16;                       // places of the ring
+constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
+
+__device__ __forceinline__ void claims_init(u32 ring) {
+  for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
+}
+
+// The thread that claims. STEP: a block's tiles are this far apart, where it keeps what belongs to their remainder; else 1.
+//
+// `counters`: zeros in device memory, which the last block leaves: how many tiles are claimed (STEP such), and how many blocks
+// are done. Null: tiles are dealt out evenly.
+template <class Sizes, int STEP>
+struct Claiming {
+  u32 ring;
+  u32* counters;
+  int upcoming;                         // asked for a tile ahead, so that nobody waits for memory
+  CursorOf<CLAIMS> cursor;
+  __device__ __forceinline__ explicit Claiming(const Sizes& s) : ring(s.claims), counters(s.counters), cursor({0, 0}) { ask(blockIdx.x); }
+  __device__ __forceinline__ void ask(int index) {
+    const int own = STEP == 1 ? 0 : blockIdx.x % STEP;
+    upcoming = index + gridDim.x;
+    if (counters) upcoming = gridDim.x + atomicAdd(counters + own, 1u) * STEP + own;
+  }
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  // Nobody says that a place is free again: who loads is ahead of those who read by no more tiles than stages, of pixels and of slots,
+  // and one more have chunks of, but for two that consumers who take turns have in hand, and the next. These must be CLAIMS at most.
+  __device__ __forceinline__ int next(int, const Sizes&) {
+    const int index = upcoming;
+    ask(index);
+    store_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage, index);
+    barrier_arrive(ring + 8 * cursor.stage);
+    cursor.next();
+    return index;
+  }
+  __device__ __forceinline__ void end() {
+    if (!counters || atomicAdd(counters + STEP, 1u) != gridDim.x - 1) return;
+    for (int i = 0; i <= STEP; i++) counters[i] = 0;
+  }
+};
+
+// Others: warps, or (ALONE) single threads.
+template <class Sizes, bool ALONE>
+struct Told {
+  u32 ring;
+  CursorOf<CLAIMS> cursor;
+  __device__ __forceinline__ explicit Told(const Sizes& s) : ring(s.claims), cursor({0, 0}) {}
+  __device__ __forceinline__ int first(const Sizes&) const { return blockIdx.x; }
+  __device__ __forceinline__ int next(int, const Sizes&) {
+    barrier_wait(ring + 8 * cursor.stage, cursor.parity);
+    const int index = load_shared_u32(ring + 8 * CLAIMS + 4 * cursor.stage);
+    cursor.next();
+    return ALONE ? index : __shfl_sync(0xffffffffu, index, 0);  // so that ptxas knows that warps do not part over it
+  }
+};
+
+// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
+
+template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
+template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
+
+// Tensor maps of the input.
+template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
+
+template <class C_>
+struct PixelTile {
+using C = C_;
+using Number = NumberOf<C::precision>;
+
+// --- pixels -----------------------------------------------------------------------------------------------------------
+
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
+static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
+static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
+static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
+static constexpr int SEGMENTS = C::rows_d * C::rows_h;
+// Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
+// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+static constexpr int PITCH = C::planes * C::plane;  // pixel rows from a segment to the next
+static constexpr int PIXELS = SEGMENTS * PITCH;
+static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
+
+static __device__ __forceinline__ int column_of(int within) {
+  return within % C::plane * C::in_step_w + within / C::plane;
+}
+
+// Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
+static __device__ __forceinline__ u32 unit_at(int p, int unit) {
+  int swizzle = (p >> 2) & 1;
+  return p * ROW_BYTES + ((unit ^ swizzle) << 4);
+}
+
+// --- roles ------------------------------------------------------------------------------------------------------------
+
+static constexpr int CONSUMERS = 2;
+static constexpr int CONSUMER_THREADS = CONSUMERS * 128;
+static constexpr int PRODUCER_WARPS = 192 / 32;
+static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
+static constexpr int THREADS = 2 * 128 + CONSUMER_THREADS;
+
+// --- what kernels are told --------------------------------------------------------------------------------------------
+
+struct Sizes {
+  int batch, in_d, in_h, in_w, out_d, out_h, out_w;
+  int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
+  int tiles;                                           // all of them, times M-groups
+  u32* counters;                                       // claims.cuh's
+  u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
+};
+
+template <int MORE>                                     // behind the input's
+struct TensorMapsAnd { TensorMap of[MAPS_OF<C> + MORE]; };
+
+// --- where a tile's chunk lies in the input ---------------------------------------------------------------------------
+
+struct Source {
+  int n, d, h, w;                                      // of the halo's corner, before the rows' offsets
+  int channel, left;                                   // first channel, channels left in the group
+};
+
+template <class Tile>
+static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
+  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+}
+
+// A segment's offsets from there, in a word of shared memory: image, D and H.
+static __device__ __forceinline__ int pack_segment(int i) {
+  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
+}
+
+};
+
+// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+template <class C>
+__device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
+  u32 hi[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) hi[e] = to_tf32(__uint_as_float(v[e]));
+  store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
+}
+
+// A walk over the chunks of a block's tiles.
+
+// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
+// the blocks that share these.
+template <class K, class Order = typename K::Order>
+struct Walk {
+  using Sizes = typename K::Sizes;
+  Order order;
+  int index, chunk;
+  typename K::Tile tile;
+
+  __device__ __forceinline__ explicit Walk(const Sizes& s) : order(s) {}
+  __device__ __forceinline__ void begin(const Sizes& s) {
+    index = order.first(s);
+    chunk = 0;
+    settle(s);
+  }
+  __device__ __forceinline__ bool live(const Sizes& s) const {
+    return index < s.tiles;
+  }
+  __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
+    while (index < s.tiles) {
+      tile = K::tile_at(index, s);
+      if (chunk < K::end_chunk(tile, s)) return;
+      index = order.next(index, s);
+      chunk = 0;
+    }
+  }
+  __device__ __forceinline__ void next(const Sizes& s) {
+    if (++chunk >= K::CHUNKS) settle(s);
+  }
+};
+
+// What `gather`'s blocks compute: tiles of positions q times M-groups, and the taps of each.
+
+template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
+template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
+
+// The orders of a block's roles, see claims.cuh.
+template <class C, class Sizes, bool CLAIMED = C::claimed>
+struct Orders;
+template <class C, class Sizes>
+struct Orders<C, Sizes, true> {
+  using Order = Told<Sizes, false>;
+  using AloneOrder = Told<Sizes, true>;
+  using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
+};
+
+template <class C_>
+struct GatherWork : PixelTile<C_>, Orders<C_, typename PixelTile<C_>::Sizes> {
+using C = C_;
+using T = PixelTile<C>;
+using Sizes = typename T::Sizes;
+
+static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
+static constexpr int SUBTILES = C::tile_n;  // of 64 pixels
+static constexpr int NB = SUBTILES;  // a consumer's
+static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
+static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
+
+struct Tile {
+  int group, cout_block, variant;                      // M-group
+  int n, d, h, w;                                      // first q
+};
+
+static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
+  Tile t;
+  int q = index;
+  // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
+  t.variant = 0;
+  t.cout_block = 0;
+  t.group = 0;
+  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
+static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
+static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
+// Of block b, or, STRAIGHT, of all of them.
+static __device__ __forceinline__ int steps_of(int variant, int b) {
+  return (end_entry(variant, b) - first_entry(variant, b));
+}
+static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
+
+static __device__ __forceinline__ int end_chunk(int variant) {
+  return chunks_of(variant);
+}
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+};
+
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
 // Packed weights of a tile's chunk (gather_pack.cuh).
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
+  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
   return packed + before * G::FRAGMENT;
 }
 
@@ -864,12 +924,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(t.variant, 0);
+      int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = C::steps == STRAIGHT ? left : left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
+        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::K_STEPS;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -909,11 +969,10 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
   int stages = 0;                                       // of a chunk
   {
-    int left = G::steps_of(variant, 0), longest = ONE ? left : C::taps_unrolled, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest);
+    int left = G::steps_of(variant, 0), whole = left / 9;
+    stages += whole * ((9 + C::w_stage - 1) / C::w_stage) + (left % 9);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -979,7 +1038,7 @@ using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
 static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
+static constexpr int SECOND = SHUFFLED ? C::cout : C::cin_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
 
@@ -993,11 +1052,11 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     return found;
   };
   int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
+  const int first = next(4), second = next(8), g = second, q = first;
   if (write.tap_step != 1) entry = next(G::ENTRIES);
   const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
   const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
-  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
+  const int group = block, tap = PACKED_TAP<C>[entry + warp * 16 / C::rows_per_sub];
   const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
@@ -1005,8 +1064,8 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     if constexpr (SHUFFLED) {
       Shuffle<C>::find_weight(found, m, k);
     } else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
+      found.first = group * C::cout_g + m;
+      found.second = k;
     }
     return found;
   });
@@ -1026,6 +1085,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1053,7 +1113,7 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
+  if (Of::BOXES > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
   u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
@@ -1179,7 +1239,7 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
@@ -1196,9 +1256,8 @@ static constexpr int NB = G::NB;
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  constexpr int H = C::tile_h;
-  return {subtile / H, 0,
-          subtile % H, 0};
+  return {subtile, 0,
+          0, 0};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1208,7 +1267,7 @@ static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; 
 
 // Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
 static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; C::split == 0 && nb < NB; nb++)
+  for (int nb = 1; false; nb++)
     if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
   return true;
 }
@@ -1227,11 +1286,6 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
-}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1242,12 +1296,9 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
   const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
-#pragma unroll
-  for (int nb = 0; nb < NB; nb += 1) {
-    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-    using Sums = float[SUBTILES_AT_ONCE * 32];
-    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
-  }
+  u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(0, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
+  using Sums = float[SUBTILES_AT_ONCE * 32];
+  WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[0], a, b);
 }
 
 };
@@ -1261,10 +1312,6 @@ template <int N, int... BEHIND>
 struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = 1>
-struct ChunkOf;
 
 template <class C>
 struct StepOf {
@@ -1291,73 +1338,12 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
-  } else if (C::steps == ROLLED) {
+  } else {
     weights.end_stretch(steps);
     if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
-}
-};
-
-// Few steps: all blocks of a chunk are one stretch, without a loop.
-
-template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
-template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
-
-template <class C>
-struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Weights = typename S::Weights;
-using Pixels = typename S::Pixels;
-using Sums = float[G::MB][G::NB][32];
-static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
-
-static __device__ __forceinline__ constexpr int steps_of(int variant) {
-  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
-}
-static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
-  int b = 0;
-  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
-  return b;
-}
-
-template <int VARIANT, int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-}
-
-// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
-template <int VARIANT, int... STEPS>
-static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
-  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
-}
-
-// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
-// is then compiled, and fetched.
-template <int STRETCH>
-static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
-  constexpr int first = C::first_of_stretches[STRETCH];  // variant
-  int stretch = variant;
-  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
-  if (C::stretches == 1 || stretch == STRETCH) {
-    u32 a[C::fragment_sets][4];
-    const typename Counting<steps_of(first)>::type steps;
-    weights.load(a[0], 0);
-    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
-    else multiply_from<first>(steps, acc, a, weights, pixels, lane);
-  } else if constexpr (STRETCH + 1 < C::stretches) {
-    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
-  }
-}
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1366,7 +1352,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
 // pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
 
 template <class C>
-struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
+struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 using Weights = typename S::Weights;
@@ -1425,7 +1411,7 @@ static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return
 // after unrolling, and until then the compiler keeps all sums in memory.
 static __device__ __forceinline__ constexpr u64 packed_blocks() {
   u64 packed = 0;
-  for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
+  packed |= (u64)(1);
   return packed;
 }
 static __device__ __forceinline__ constexpr int block_of_w(int u) {
@@ -1454,8 +1440,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[t.variant * C::subs + sub];
-  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
+  slab.od = SUB_D<C>[sub];
+  slab.oh = SUB_H<C>[sub];
   return slab;
 }
 
@@ -1473,18 +1459,14 @@ __device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWo
 template <class C>
 __device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
 #pragma unroll
-  for (int m = 0; m < C::mb; m++)
-#pragma unroll
-    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
-#pragma unroll
-      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
+      for (int e = 0; e < 32; e++) acc[0][0][e] += b[e >> 1 & 1];
 }
 
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
 template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * 4 + 127) / 128 * 128 + 32;
+constexpr int RUN_PITCH = (C::run_groups * 8 * 4 + 127) / 128 * 128 + 32;
 
 template <int UNIT>
 __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
@@ -1502,7 +1484,7 @@ __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
 template <class C>
 struct RowStores {
 using T = PixelTile<C>;
-static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
+static constexpr int OUTPUTS = C::run_groups * 8;  // of a row of a run
 static constexpr int PITCH = RUN_PITCH<C>;
 
 // In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
@@ -1525,7 +1507,7 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
 // bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
 // of rows by themselves, as below, is slower for float32.
 static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = C::store_unit == 4 ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
+  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
 #pragma unroll
   for (int from_row = 0; from_row < 8; from_row += ROWS) {
     char* row[ROWS];
@@ -1565,51 +1547,36 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
-template <int UNIT>
-static __device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = C::w_subs % 2 == 0 ? q & 2 : 0;
-  return by_column;
-}
-
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
+static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
   constexpr int TOGETHER = 2;
 #pragma unroll
   for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
 #pragma unroll
-    for (int i = 0; i < 2 * C::w_subs; i++) {
+    for (int i = 0; i < 2; i++) {
       if (i & bit) continue;
       float low = v[i], high = v[i ^ bit];
       v[i] = order & bit ? high : low;
       v[i ^ bit] = order & bit ? low : high;
     }
   }
-#pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * 4;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
-  }
+  u32 to = at + (0 ^ order) * 4;
+  store_shared_f32x2(to, v[0], v[0 ^ 1]);
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+  int q = lane & 3, order = 0;
 #pragma unroll
   for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2 * C::w_subs];
+    float v[2];
 #pragma unroll
     for (int c = 0; c < 2; c++)
-#pragma unroll
-      for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4, order);
+      v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
   }
 }
 
@@ -1629,7 +1596,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = t.group * C::cout_g + slab.cout;
+  int channel = slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1637,12 +1604,12 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
   for (int r = 0; r < R::COUNT; r++) {
     typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
+    int n = t.n + place.n, od = (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < 1; i++) {
-      int oh = C::out_step_h * (t.h + place.h) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
+      int oh = (t.h + place.h) + slab.oh;
+      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1665,7 +1632,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 
 // Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
 template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != 4 && (misaligned & (UNIT - 1)) == 0); }
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -1701,12 +1668,11 @@ using Chunk = ChunkOf<C>;
 using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
-static constexpr bool IN_TURN = C::split == 2;
 static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
+static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
 static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
@@ -1717,39 +1683,33 @@ static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = C::split == 0 ? wg * G::NB : 0;
+  int first_subtile = 0;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
   typename G::Order order(s);
-  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  constexpr bool EARLY = !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
-  int following = 0;
+  if (wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(t.variant);
-    if (IN_TURN && (turn & 1) != wg) {
+    int chunks = G::end_chunk(0);
+    if ((turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(t.variant);
+      weights.skip(0);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
-    for (int b = 0; b < C::mb; b++)
-#pragma unroll
-      for (int nb = 0; nb < G::NB; nb++)
-#pragma unroll
         for (int i = 0; i < 32; i++) {
-          acc[b][nb][i] = 0.f;
-          opaque(acc[b][nb][i]);
+          acc[0][0][i] = 0.f;
+          opaque(acc[0][0][i]);
         }
-    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
+    named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
+      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
@@ -1757,8 +1717,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
       Chunk::give_back(last, lane);
     }
     weights.end();
-    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
-    if (EARLY) following = order.next(index, s);
+    named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
     Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
   }
@@ -1779,11 +1738,11 @@ using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
   for (int i = 0; i < C::stages_p; i++) {
     barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
+    barrier_init(pixels.empty + 8 * i, 4);
   }
   for (int i = 0; i < C::stages_w; i++) {
     barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
+    barrier_init(empty_w + 8 * i, 4);
   }
   for (int i = 0; i < C::stages_s; i++) {
     barrier_init(pixels.landed + 8 * i, 1);
@@ -1842,6 +1801,478 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+}
+
+// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
+// sums, and the operands that descriptors are of.
+
+// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
+template <int BYTES>
+constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
+
+__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
+
+// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
+template <int N>
+__device__ __forceinline__ void zero(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    sums[i] = 0.f;
+    opaque(sums[i]);
+  }
+}
+template <class Sums, int N>
+__device__ __forceinline__ void zero(Sums (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) zero(sums[i]);
+}
+
+// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
+template <int ELEMENT>
+__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
+#pragma unroll
+  for (int e = 0; e < 16 / ELEMENT; e++) {
+    bool ok = any && at + e >= low && at + e < high;
+    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
+  }
+}
+
+// What modes of `pixels` share: a block's roles, its loops over tiles and over stages of a ring, and fragments of A from shared memory.
+//
+// A mode M is a template over its constants C. It has
+//   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
+//   Ring, ring_of      whose stages a producer fills and consumers read
+//   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
+//   first_tile, next_tile
+//   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
+//   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
+// If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
+// Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
+
+template <class C_>
+struct PixelsOf {
+  using C = C_;
+  using Number = NumberOf<C::precision>;
+  using Type = typename Number::Type;
+  static constexpr int ELEMENT = 4, VEC = 16 / ELEMENT;
+  static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
+  static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
+  static constexpr int RINGS = 1, READERS = CONSUMERS;
+  static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
+  static __device__ __forceinline__ int next_tile() { return gridDim.x; }
+  static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
+};
+
+struct Steps { int first, end; };                       // of a tile, a stage each
+
+// What a launch gives.
+template <class M>
+struct Work {
+  const char* packed;
+  const typename M::Type* bias;
+  char* y;
+  const typename M::Sizes& sizes;
+  const typename M::Maps& maps;
+  u32 memory;
+};
+
+template <class M>
+__device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader loader, int consumer = 0) {
+  const typename M::Ring ring = M::ring_of(work.memory, consumer);
+  typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
+#pragma unroll 1
+  for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
+    const Steps steps = loader.begin(tile);
+#pragma unroll 1
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
+      ring.wait_empty(cursor);
+      loader.load(step, ring.stage(cursor), ring.full(cursor));
+    }
+  }
+}
+
+template <class M>
+__device__ __forceinline__ void consume(const Work<M>& work, const typename M::Ring& ring, int wg, int thread) {
+  typename M::Ring::Cursor cursor = {0, 0};
+  typename M::Consumer consumer(work, wg, thread);
+  typename M::Sums sums;
+#pragma unroll 1
+  for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
+    const Steps steps = consumer.steps(tile);
+    consumer.begin(sums, tile);
+    u32 held = 0;                                       // the stage that instructions under way read
+#pragma unroll 1
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
+      const auto at = consumer.at(ring.stage(cursor));
+      ring.wait_full(cursor);
+      consumer.multiply(sums, at, held);
+      give_back(ring.empty(cursor), thread & 31);
+    }
+    wgmma_wait<0>();
+    consumer.store(sums, tile);
+  }
+}
+
+template <class M>
+__device__ __forceinline__ void run(const Work<M>& work) {
+  const typename M::Ring ring = M::ring_of(work.memory, 0);
+  run_block<1, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
+      [&] {
+        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
+        M::init(work.memory);
+      },
+      [&] { M::produce(work); },
+      [&](int wg, int thread) { consume<M>(work, M::RINGS > 1 ? M::ring_of(work.memory, wg) : ring, wg, thread); });
+}
+
+// =====================================================================================================================
+// Fragments of A from shared memory; rows of weights have 128 bytes of K
+// =====================================================================================================================
+
+// acc += fragments of steps `first` and behind x a row of weights.
+template <int P, int COLUMNS, int HALF>
+__device__ __forceinline__ void multiply_half(float (&acc)[COLUMNS / 2], u32 (&a)[HALF][4], u32 weights, int first) {
+#pragma unroll
+  for (int i = 0; i < HALF * 4; i++) opaque(a[i / 4][i % 4]);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < HALF; step++)
+    WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc, a[step], ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
+  wgmma_commit();
+}
+
+// acc += row `row` of a stage's weights x the fragments that M loads from `pixels` for it: a half of them while the other is multiplied.
+// Behind the first row's first half nothing reads the stage before any more, whose barrier is `held`.
+template <class M, int SUMS>
+__device__ __forceinline__ void multiply_row(float (&acc)[SUMS], int row, u32 pixels, u32 weights, u32 held, int lane) {
+  constexpr int HALF = 2, COLUMNS = 2 * SUMS;
+  u32 a[HALF][4], b[HALF][4];
+  weights += row * (COLUMNS * 128);
+  M::load_fragments(a, pixels, 2 * HALF * row);
+  multiply_half<M::C::precision, COLUMNS>(acc, a, weights, 0);
+  wgmma_wait<1>();
+  if (row == 0) give_back(held, lane);
+  M::load_fragments(b, pixels, 2 * HALF * row + HALF);
+  multiply_half<M::C::precision, COLUMNS>(acc, b, weights, HALF);
+  wgmma_wait<1>();
+}
+
+// Phases: the forward of layers with strides and few channels, NCHW, for weights that stay in shared memory. Places q of the input are rows of
+// M (64 x MB neighbours), output channels of a row's phases columns of N: a layer of 32 output channels multiplies 32 columns for each
+// phase, where `gather`, whose rows of M are channels, fills 64 with several phases and multiplies all their taps.
+//
+// A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
+// input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
+// where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
+// have a tap there. Phases lie in such an order that these come first (cuda/pixels/phases.py): sums of a narrower instruction are then the first
+// of a wider one's. In any other order ptxas waits for each TF32 instruction (C7511).
+//
+// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
+// about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
+
+template <class C>
+struct Phases : PixelsOf<C>, PacksUnits<Phases<C>> {
+using typename PixelsOf<C>::Number;
+using typename PixelsOf<C>::Type;
+using PixelsOf<C>::ELEMENT;
+using PixelsOf<C>::NARROW;
+using PixelsOf<C>::VEC;
+using PixelsOf<C>::CONSUMERS;
+
+static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
+static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
+static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
+static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
+static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows are whole 128 bytes, where boxes begin
+static constexpr int PAIR_COLUMNS = C::step_w * C::co_columns;  // of a pair's sums
+static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of a chunk's weights: a matrix instruction takes 32 bytes of K
+static constexpr int WEIGHT_BYTES = CHUNKS * STEP_BYTES;
+static constexpr int RINGS = CONSUMERS, READERS = 1;
+using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
+using Maps = TensorMap;
+using Ring = RingOf<C::stages, STAGE_BYTES>;
+
+// A consumer's buffer: `passed` output channels of its tile's row, each in units of 16 bytes as they lie in memory, so that neighbouring
+// lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
+// banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
+// faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
+static constexpr int RUN = C::tile_w * C::step_w;             // outputs of one along W
+static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
+static constexpr int LINE_WORDS = (UNITS + true) * 4;  // of a row; aligned: all rows begin at 16 bytes
+static constexpr int CHANNEL_BYTES = ((LINE_WORDS + 11) / 16 * 16 + 4) * 4;
+static constexpr int BUFFER_BYTES = C::passed * CHANNEL_BYTES;
+static constexpr int OF_WARP = C::passed / 4;                // channels that a warp stores
+static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
+
+static constexpr int RINGS_AT = (WEIGHT_BYTES + 127) / 128 * 128;
+static constexpr int BUFFERS_AT = RINGS_AT + CONSUMERS * C::stages * STAGE_BYTES;
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+
+struct Sizes {
+  int d, h, w;                                          // of the result
+  int tiles_d, tiles_h, tiles_w, tiles;
+};
+
+struct Tile { int n, d, h, w; };                        // image and first place
+
+static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
+  Tile t;
+  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
+  t.h = q % s.tiles_h;  q /= s.tiles_h;
+  t.d = q % s.tiles_d;
+  t.n = q / s.tiles_d;
+  return t;
+}
+
+// =====================================================================================================================
+// Weights
+// =====================================================================================================================
+
+static constexpr int PACK_UNITS = WEIGHT_BYTES / 16;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * C::kernel_h * C::kernel_w;
+
+// [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either. The weight is
+// (C::cin, C::cout, kernel).
+template <class Write>
+static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
+  constexpr int OF_USER = 2 * C::shift_columns;
+  int unit = i % 2, column = i / 2 % C::shift_columns, user = i / OF_USER % C::users, step = i / (OF_USER * C::users);
+  int cout = column % C::co_columns, of_w = constant_at<C::column_taps>(column / C::co_columns);
+  int tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
+  write((long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), [=](int e) -> WeightAt {
+    int cin = step * (32 / ELEMENT) + (NARROW ? unit * VEC + e : 2 * e + unit);
+    return {cin < C::cin && cout < C::cout && of_w >= 0, cin, cout, tap};
+  });
+}
+
+// =====================================================================================================================
+// Producers: a thread for each consumer, one for the weights
+// =====================================================================================================================
+
+struct Loader {
+  const Work<Phases>& work;
+  Tile tile;
+
+  __device__ __forceinline__ Steps begin(int index) {
+    tile = tile_at(index, work.sizes);
+    return {0, CHUNKS};
+  }
+
+  __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
+    expect_bytes(barrier, STAGE_BYTES);
+#pragma unroll 1
+    for (int row = 0; row < C::rows_d * C::rows_h; row++)
+      load_box(to + row * ROW_BYTES, work.maps, tile.w, tile.h + row % C::rows_h,
+               tile.d + row / C::rows_h, chunk * C::chunk, tile.n, barrier);
+  }
+};
+
+// Neighbouring consumers have neighbouring tiles.
+static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
+static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
+
+static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
+
+static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {
+  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
+  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
+}
+
+static __device__ __forceinline__ void init(u32 memory) { barrier_init(landed(memory), 1); }
+
+static __device__ __forceinline__ void produce(const Work<Phases>& work) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  if (threadIdx.x & 31) return;
+  if (warp < CONSUMERS) {
+    kernels::produce<Phases>(work, Loader{work}, warp);
+  } else if (warp == 3) {
+    wait_for_results();                                 // of `pack`
+    expect_bytes(landed(work.memory), WEIGHT_BYTES);
+    copy_packed(work.memory, work.packed, WEIGHT_BYTES, landed(work.memory));
+  }
+}
+
+// =====================================================================================================================
+// Consumers
+// =====================================================================================================================
+
+// The instruction of so many columns, one of C::widths from the I-th on.
+template <int I = 0>
+static __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
+  constexpr int WIDTH = C::widths[I];
+  if (width == WIDTH) WgmmaOf<WIDTH>::template multiply<C::precision, false, false, true>(d, a, b);
+  if constexpr (I + 1 < sizeof(C::widths) / sizeof(int)) multiply<I + 1>(d, width, a, b);
+}
+
+// A source row's fragments of a step, for each shift: lanes' q g and g + 8, of channels `channel_at`.
+static __device__ __forceinline__ void load_fragments(u32 (&a)[C::shifts][C::mb][4], u32 from) {
+#pragma unroll
+  for (int shift = 0; shift < C::shifts; shift++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int columns = value_at<C::shifts_at>(shift) + i % 2 * 8, half = i / 2;
+        u32 at = from + columns * ELEMENT;
+        if constexpr (NARROW)
+          a[shift][0][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
+        else a[shift][0][i] = load_shared_u32(at + half * PITCH_BYTES);
+      }
+#pragma unroll
+  for (int i = 0; i < C::shifts * 4; i++) opaque(a[i / 4][0][i % 4]);
+}
+
+// acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
+static __device__ __forceinline__ void multiply_row(Sums& acc, const u32 (&a)[C::shifts][C::mb][4], int row, u32 weights) {
+  wgmma_fence();
+#pragma unroll
+  for (int shift = 0; shift < C::shifts; shift++)
+#pragma unroll
+    for (int user = 0; user < C::users; user++)         // (bounds that depend on an outer loop's constant are not unrolled)
+      if (user >= value_at<C::first_users>(row) && user < value_at<C::first_users>(row + 1)) {
+          u32 columns = weights + (user * C::shift_columns + value_at<C::columns_before>(shift)) * 2;
+          multiply(acc[value_at<C::user_pairs>(user)][0], value_at<C::shift_widths>(shift), a[shift][0], ROWS_OF<32> | (u64)1 << 16 | columns);
+        }
+  wgmma_commit();
+}
+
+// The buffer gets `passed` channels' outputs of a pair's row, from channel `first` on; `begin`: where the row begins in the first channel.
+static __device__ __forceinline__ void fill_buffer(
+    const float (&acc)[C::mb][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, u32 plane, u32 buffer,
+    int channel, int warp, int lane) {
+#pragma unroll
+  for (int j = first / 8; j < C::co_columns / 8; j++) {
+    if (j >= (first + C::passed) / 8) continue;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int of = 8 * j + c;                         // the channel, but for the lane's share
+      float b = bias ? Number::value(bias[of + channel]) : 0.f;
+      u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (C::step_w * ELEMENT);
+      own += ((u32)(u64)begin / ELEMENT + (of + channel) * plane) % VEC * ELEMENT;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float v[C::step_w];
+#pragma unroll
+          for (int u = 0; u < C::step_w; u++) v[u] = acc[0][value_at<C::places_of_phases>(u) * (C::co_columns / 2) + 4 * j + 2 * h + c] + b;
+          store_neighbours(own + (warp * 16 + h * 8) * (C::step_w * ELEMENT), v);
+        }
+    }
+  }
+}
+
+// Neighbouring outputs, two at a time where they begin at even places.
+static __device__ __forceinline__ void store_neighbours(u32 to, const float (&v)[C::step_w]) {
+#pragma unroll
+  for (int u = 0; u < C::step_w; u++) {
+    if constexpr (NARROW) store_shared_u16(to + u * 2, Number::bits(v[u]));
+    else store_shared_f32(to + u * 4, v[u]);
+  }
+}
+
+// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_row`: where it begins in the
+// first channel.
+static __device__ __forceinline__ void store_row(int first, char* to_row, u32 of_row, bool row, int columns, u32 plane, int warp, int lane) {
+  u32 v[ROUNDS][4];                                     // all on their way before the first is stored
+  char* to[ROUNDS];
+  bool whole[ROUNDS];
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) {
+    int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
+    to[k] = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
+    int phase = (u32)(u64)to[k] / ELEMENT % VEC;
+    unit += phase > 0;                                  // the one before is whole in no row
+    int at = unit * VEC - phase;                        // of the unit's first element in the row
+    load_shared_128(v[k], of_row + c * CHANNEL_BYTES + unit * 16);
+    to[k] += at * ELEMENT;
+    whole[k] = row && at + VEC <= columns && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
+  }
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
+  {                          // a lane for each end of a channel's row
+    int c = warp * OF_WARP + lane / 2 % OF_WARP;
+    char* line = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
+    int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
+    // One unit alone may be both ends.
+    bool part = row && lane < 2 * OF_WARP && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
+    load_shared_128(v[0], of_row + c * CHANNEL_BYTES + unit * 16);
+    store_some<ELEMENT>(line + at * ELEMENT, v[0], at, 0, columns, part);
+  }
+}
+
+static __device__ __forceinline__ void store(
+    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
+    int wg, int warp, int lane) {
+  u32 plane = (u32)s.d * s.h * s.w;         // elements of a channel
+  int channel = (lane & 3) * 2, columns = s.w - t.w * C::step_w;
+  columns = columns < RUN ? columns : RUN;              // of a row, that exist
+  y += (long long)t.n * C::cout * plane * ELEMENT;
+#pragma unroll
+  for (int pair = 0; pair < C::pairs; pair++) {
+    int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
+    char* begin = y + (long long)(((u32)first_d * s.h + first_h) * s.w + t.w * C::step_w) * ELEMENT;
+#pragma unroll
+    for (int first = 0; first < C::co_columns; first += C::passed) {
+      OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
+      named_sync(1 + wg, 128);                          // everyone has read what was there before
+      fill_buffer(acc[pair], first, bias, begin, plane, buffer, channel, warp, lane);
+      named_sync(1 + wg, 128);
+      store_row(first, begin, buffer, first_d < s.d && first_h < s.h, columns, plane, warp, lane);
+    }
+  }
+}
+
+struct Consumer {
+  const Work<Phases>& work;
+  int wg, thread;
+  u32 own;                                              // where a stage has the lane's first channel and q
+  u32 weights;                                          // of the chunk, as descriptors have it
+
+  __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), thread(thread) {
+    own = (thread & 3) * 2 * PITCH_BYTES + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * ELEMENT;
+    barrier_wait(landed(work.memory), 0);
+  }
+
+  struct At { u32 stage, weights; };
+  __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
+  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
+  __device__ __forceinline__ void begin(Sums& acc, int) {
+    zero(acc);
+    weights = work.memory >> 4;
+  }
+  // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
+  // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
+  __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32) {
+    u32 a[2][C::shifts][C::mb][4];
+#pragma unroll
+    for (int row = 0; row < C::source_row_count; row++) {
+      wgmma_wait<1>();
+      load_fragments(a[row % 2], own + at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
+      multiply_row(acc, a[row % 2], row, at.weights);
+    }
+    weights += STEP_BYTES / 16;
+  }
+  __device__ __forceinline__ void store(const Sums& acc, int tile) const {
+    u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
+    Phases::store(acc, work.bias, work.y, work.sizes, tile_at(tile, work.sizes), buffer, wg, thread >> 5, thread & 31);
+  }
+};
+};
+
+// Pixels: forwards and gradients for the input on tensor cores, with positions of the result or the source as rows of M:
+//
+//   out[position][column] = sum over k of A[position][k] B[k][column]
+//
+// A is the source and B the packed weights; columns are channels of the result, times taps or phases. A mode (pixels_*.cuh, on top of
+// pixels.cuh) says what a tile is, what a stage of the ring has, how A reaches the tensor cores, and where sums go. Its constants are C,
+// which cuda/pixels/ computes; sizes of the input are arguments. wgmma alone, no groups.
+
+// Three sizes, and a mode's own.
+template <class M>
+__global__ void __launch_bounds__(M::THREADS, 1)
+pixels(const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y, int d, int h, int w,
+       int a, int b, int c, int tiles, const __grid_constant__ TensorMap map) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const typename M::Sizes sizes = {d, h, w, a, b, c, tiles};
+  run<M>({packed, bias, y, sizes, map, shared_address(memory)});
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2196,20 +2627,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2592,26 +3009,20 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 6 x
-// 6 fragments, 211 KB shared.
+// Forward: pixels as rows, phases: wgmma tf32, 2 tiles of 64 places of a row, 4 x 64 columns, rings of 6 of 8 channels,
+// weights resident, 226 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, precision = 0, cin = 32, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 1, tile_h = 4, tile_w = 64, in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2;
-  static constexpr int rows_h = 5, row_step_d = 1, row_step_h = 1, offsets_d[2] = {0, 1};
-  static constexpr int offsets_h[5] = {0, 1, 2, 3, 4}, planes = 1, stages_p = 2, stages_s = 3, fetch = 1, first_d = 0;
-  static constexpr int first_h = 0, box_units = 17, column_pad = 0, cout_g = 32, split = 0, mb = 2, subs = 2;
-  static constexpr int rows_per_sub = 32, m_groups = 2, w_stage = 6, ring_fragments = 36, out_step_d = 2;
-  static constexpr int out_step_h = 2, out_step_w = 2, cout = 32, taps = 27, w_subs = 2, blocks_of_w[2] = {0, 1};
-  static constexpr int variants = 2, subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[2] = {0, 0};
-  static constexpr int stages_w = 6, steps = 0, taps_unrolled = 2, fragment_sets = 3, entries[6] = {0, 2, 6, 6, 10, 18};
-  static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 325, 390, 0, 1, 65, 66, 325, 326, 390, 391};
-  static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
-  static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, run_groups = 8, store_unit = 4;
-  static constexpr int producer_registers = 48, consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr int precision = 0, cin = 32, cout = 32, producer_registers = 64, consumer_registers = 216;
+  static constexpr int tile_w = 64, mb = 1, chunk = 8, step_d = 2, step_h = 2, step_w = 2, kernel_d = 3, kernel_h = 3;
+  static constexpr int kernel_w = 3, first_d = 0, rows_d = 2, first_h = 0, rows_h = 2, source_row_count = 4, users = 9;
+  static constexpr int source_rows[4] = {0, 1, 2, 3}, first_users[5] = {0, 4, 6, 8, 9};
+  static constexpr int user_pairs[9] = {0, 1, 2, 3, 1, 3, 2, 3, 3}, user_taps[9] = {4, 5, 7, 8, 3, 6, 1, 2, 0};
+  static constexpr int pairs = 4, pair_phases_d[4] = {0, 0, 1, 1}, pair_phases_h[4] = {0, 1, 0, 1}, first_w = 0;
+  static constexpr int co_columns = 32, shifts = 2, shifts_at[2] = {0, 1}, shift_widths[2] = {64, 32};
+  static constexpr int widths[2] = {32, 64}, shift_columns = 96, columns_before[3] = {0, 64, 96};
+  static constexpr int column_taps[3] = {2, 1, 0}, places_of_phases[2] = {1, 0}, pitch = 68, passed = 16, stages = 6;
 };
 
 // =====================================================================================================================
@@ -2624,17 +3035,14 @@ struct GradInput {
   static constexpr int tile_d = 1, tile_h = 1, tile_w = 64, in_step_d = 2, in_step_h = 2, in_step_w = 2, rows_d = 3;
   static constexpr int rows_h = 3, row_step_d = 2, row_step_h = 2, offsets_d[3] = {-1, 0, 1}, offsets_h[3] = {-1, 0, 1};
   static constexpr int planes = 2, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1, box_units = 33;
-  static constexpr int column_pad = 3, cout_g = 32, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 5, ring_fragments = 30, out_step_d = 1, out_step_h = 1, out_step_w = 1, cout = 32;
-  static constexpr int taps = 27, w_subs = 1, blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, stages_w = 6, steps = 1, taps_unrolled = 9, fragment_sets = 3;
-  static constexpr int entries[2] = {0, 27};
+  static constexpr int column_pad = 3, cout_g = 32, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5;
+  static constexpr int ring_fragments = 30, cout = 32, taps = 27, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0};
+  static constexpr int subs_w[1] = {0}, stages_w = 6, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 65, 1, 130, 195, 131, 260, 325, 261, 390, 455, 391, 520, 585, 521, 650, 715, 651, 780, 845, 781, 910, 975, 911, 1040, 1105, 1041};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
   static constexpr int round_shifts[9] = {0, 65, 1, 130, 195, 131, 260, 325, 261}, run_groups = 8, store_unit = 16;
   static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2724,16 +3132,14 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 11>& sizes) {
+             int blocks, const std::array<int, 7>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({147456}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({12}, x.options().dtype(at::kByte));
-  kernels::pack<kernels::GatherPack<kernels::Forward>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 217240), stream>>>(
-      of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 5, 2, 8, 1},
+  const at::Tensor packed = at::empty({110592}, x.options().dtype(at::kByte));
+  kernels::pack<kernels::Phases<kernels::Forward>><<<27, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::pixels<kernels::Phases<kernels::Forward>><<<blocks, 384, shared(kernels::pixels<kernels::Phases<kernels::Forward>>, 232136), stream>>>(
+      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{68, 1, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2823,12 +3229,13 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
+    """(blocks, sizes): a block's two consumers take tiles of 64 places of a row, and all blocks about as many."""
     tiles_d = ceil(result[0], 2)
-    tiles_h = ceil(result[1], 8)
+    tiles_h = ceil(result[1], 2)
     tiles_w = ceil(result[2], 128)
-    tiles = batch * tiles_d * tiles_h * tiles_w * 2
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+    tiles = batch * tiles_d * tiles_h * tiles_w
+    pairs = ceil(tiles, 2)
+    return ceil(pairs, ceil(pairs, processors)), (*result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):

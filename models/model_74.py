@@ -991,6 +991,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -2075,20 +2076,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================
@@ -2502,9 +2489,9 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 148, tile_n = 1;
-  static constexpr int kernel_d = 1, sets_d = 1, kernel_w = 5, step_w = 1, dilation_w = 3, taps_w = 5, tile_w = 128;
-  static constexpr int warpgroups = 3, entries = 2, stages = 4, unrolled = 32, stack = 1, row_classes = 1;
-  static constexpr int line_bytes = 512, segment = 128, g_width = 32, run = 2, run_words = 0, producer_registers = 56;
+  static constexpr int kernel_d = 1, sets_d = 1, kernel_w = 5, dilation_w = 3, taps_w = 5, tile_w = 128, warpgroups = 3;
+  static constexpr int entries = 2, stages = 4, unrolled = 32, stack = 1, row_classes = 1, line_bytes = 512;
+  static constexpr int segment = 128, g_width = 32, run = 2, run_words = 0, producer_registers = 56;
   static constexpr int consumer_registers = 152;
   static constexpr bool channels_last = false, lines = false;
 };

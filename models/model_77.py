@@ -1061,6 +1061,7 @@ static constexpr int COPIED_BYTES = COPIED;             // of a box
 static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
 static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
@@ -1262,11 +1263,6 @@ u32 full, empty, parity;                                // of planes that come o
 __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
-}
-__device__ __forceinline__ Columns shifted(int rows) const {
-  Columns found = *this;
-  found.start += rows * (G::ROW_BYTES / 16);
-  return found;
 }
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
@@ -1658,9 +1654,6 @@ using Number = typename G::Number;
 using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
-
-// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
-static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
 
 // Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
 // instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
@@ -2186,6 +2179,8 @@ struct Class {
 
 // --- a chunk ---
 
+static constexpr int BYTES = T::BOX_BYTES;
+
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::BOX_BYTES);
   load_x(maps.of[0], c, 0, to, barrier);
@@ -2392,20 +2387,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================

@@ -1108,6 +1108,7 @@ static constexpr int BOXES = COUNT;
 static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
 static constexpr int BYTES = BOXES * BOX_BYTES;
 static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
+static __device__ __forceinline__ constexpr int map(int) { return 0; }
 static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
 // Of the pixels whose bits are `found` those that are read, of a tile whose first column is `w`. Boxes bring zeros for the others.
 static __device__ __forceinline__ u32 existing(u32, int) { return 0xffffffffu; }
@@ -2439,20 +2440,6 @@ struct WgradUnits {
     F::load(a, g, u, step);
   }
 
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
 
 // =====================================================================================================================

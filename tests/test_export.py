@@ -52,6 +52,7 @@ from upconv.export import (
     signatures,
     sizes,
     source,
+    template,
 )
 from upconv.export.check import load
 from upconv.export.passes import Kernel
@@ -83,6 +84,8 @@ LAYERS = {
     "joined back": ("64,48,(3,5),padding=(1,4)", "64x64x41x32", "tf32"),
     "joined odd": ("40,64,(3,4),padding=(1,0)", "16x40x64x60", "tf32"),
     "joined 3-D": ("16,64,(3,3,5),dilation=(2,1,1)", "4x16x20x24x32", "tf32"),
+    "sweep": ("32,16,(3,5,7)", "4x32x16x32x64", "tf32"),
+    "rows": ("32,32,3,2,1", "2x32x16x32x64", "tf32"),
     "far": ("2,2,(2,60),stride=1,dilation=(1,50),groups=2", "1x2x20x20", "ieee"),
 }
 
@@ -247,10 +250,17 @@ def other_sizes(p: Problem, count: int) -> list[Problem]:
     return found
 
 
+def of_sizes() -> dict[str, Any]:
+    """What a file's expressions of sizes may call."""
+    found: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+    exec(template.SEGMENTS, found)
+    return found
+
+
 def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 25) -> None:
     """Compares what a file computes for its launches with the library's records, at several sizes."""
     for k in found:
-        names: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+        names = of_sizes()
         exec(sizes.python(k, gpu), names)
         for q in other_sizes(p, count):
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
@@ -292,7 +302,7 @@ def test_launches_are_the_librarys(name: str) -> None:
 
 
 def test_blocks_claim_tiles_where_the_librarys_do() -> None:
-    p = parse_layer("16,64,(3,5)", "8x16x256x256").with_(precision="tf32")
+    p = parse_layer("16,64,(3,5)", "8x16x256x512").with_(precision="tf32")
     forward = cpp.definition(passes.kernels(p, H200)[0])
     assert "at::zeros({8}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
     few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
@@ -300,8 +310,8 @@ def test_blocks_claim_tiles_where_the_librarys_do() -> None:
 
 
 def test_files_together_use_every_family() -> None:
-    kinds = {sizes.of(k, H200).what.split(" of ")[0] for name in LAYERS for k in passes.kernels(layer(name), H200)}
-    assert len(kinds) == 4, kinds
+    kinds = {passes._kind(k.choice) for name in LAYERS for k in passes.kernels(layer(name), H200)}
+    assert kinds == {"gather", "joined", "sweep", "phases", "direct", "wgrad"}
 
 
 @pytest.mark.parametrize("name", ("strided", "odd", "depthwise", "image"))
@@ -679,7 +689,7 @@ def test_the_table_of_launches_is_the_librarys(name: str) -> None:
         for q in other_sizes(p, 5):
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             sides = (outer, inner) if function["source"] == "output" else (inner, outer)
-            known: dict[str, Any] = {"ceil": lambda a, b: -(-a // b), "rounded": lambda a, b: round(a / b)}
+            known = of_sizes()
             known |= {
                 f"{of}_{axis}": n for of, side in zip(("source", "result"), sides) for axis, n in zip("dhw", side)
             }
@@ -690,7 +700,8 @@ def test_the_table_of_launches_is_the_librarys(name: str) -> None:
             (launch,) = (one for one in function["launches"] if one["grid"] == "blocks")
             numbers = tuple(eval(str(one), known) for one in launch["arguments"] if not isinstance(one, dict))
             assert (known["blocks"], numbers) == (main.grid, cpp.sizes(main))
-            assert (launch["threads"], launch["shared_bytes"]) == (main.threads, main.shared_bytes)
+            own = cpp.main_launch(k)
+            assert (launch["threads"], launch["shared_bytes"]) == (own.threads, own.shared_bytes)
 
 
 @needs_nvrtc

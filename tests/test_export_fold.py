@@ -115,3 +115,49 @@ static int run(int a) {
 """
     found = folded(text, zero=0)
     assert "if (first(a)) return 0;" in found and "return step == 0;" in found
+
+
+def test_a_function_stays_only_where_it_is_called() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static int shift(int a) { return a * 3; }
+static int run(int a) {
+  int shift = a;
+  shift += 2;
+  return shift;
+}
+};
+"""
+    assert "a * 3" not in folded(text) and "a * 3" in folded(text.replace("+= 2", "+= shift(2)"))
+
+
+def test_what_shared_templates_name_of_other_parts_structs_stays() -> None:
+    shared = """
+template <class K>
+struct Packs {
+static int pack(int i) { return K::unit(i); }
+};
+"""
+    own = """
+template <class C>
+struct Kernel : Packs<Kernel<C>> {
+static int unit(int i) { return i * 2; }
+static int other(int i) { return i * 3; }
+};
+"""
+    _, found = fold.folded([(shared, []), (own, [{}])], {"Kernel", "pack"})
+    assert "unit" in found and "other" not in found
+
+
+def test_a_loop_of_two_variables_stays() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static int run(int a) {
+  for (int i = 0, of = 0; i < 1; i++, of ^= 1) a += of;
+  return a;
+}
+};
+"""
+    assert "for (int i = 0, of = 0; i < 1; i++, of ^= 1) a += of;" in folded(text)

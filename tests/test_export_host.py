@@ -109,15 +109,17 @@ def rounded(t: Tensor, p: Problem) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", by_turns(signatures.KERNELBENCH, 4))
 def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
-    """At a size of more tiles than blocks, and at one whose rows must be copied."""
+    """At a size of more tiles than blocks, at one whose rows must be copied, and at one whose rows are cut."""
     p = kernelbench_problem(number)
-    names = load((MODELS / f"model_{number}.py").read_text(encoding="utf-8"))
+    text = (MODELS / f"model_{number}.py").read_text(encoding="utf-8")
+    names = load(text)
     extension = Extension(names["FAST"], tmp_path, number)
     names.update(build=lambda fast: extension, is_fast=lambda *given: True, check=lambda *given: None)
     names["processors"] = lambda device: 4
     model: nn.Module = names["ModelNew"](*signatures.init_arguments(number, p), bias=True)
     (layer,) = model.children()
-    for width in {1: (384, 277), 2: (68, 21), 3: (36, 13)}[p.rank]:
+    longest = re.findall(r"if x\.shape\[-1\] > (\d+):", text)  # rows that are not cut
+    for width in (*{1: (384, 277), 2: (68, 21), 3: (36, 13)}[p.rank], *(int(n) + 6 for n in longest)):
         q = p.with_(batch=3, size=(*(5,) * (p.rank - 1), width), bias=True)
         x, grad = torch.randn(q.input_shape, requires_grad=True), torch.randn(q.output_shape)
         found = (model(x), *torch.autograd.grad(model(x), (x, layer.weight), grad))

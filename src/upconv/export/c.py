@@ -47,6 +47,7 @@ _SOURCE = """\
 
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cuda.h>
@@ -58,6 +59,15 @@ using std::max, std::min;
 
 [[maybe_unused]] int ceil(int a, int b) {{ return (a + b - 1) / b; }}
 [[maybe_unused]] int rounded(int a, int b) {{ return static_cast<int>(std::nearbyint(double(a) / b)); }}
+
+[[maybe_unused]] int segments(int walks, int slices, int slots, int processors) {{  // cut so, walks are over soonest
+  int best = 1, least = INT_MAX;
+  for (int parts = 1; parts <= min(slices, 256); parts++) {{
+    const int steps = ceil(walks * parts, processors) * (ceil(slices, parts) + slots - 1);
+    if (steps < least) best = parts, least = steps;
+  }}
+  return best;
+}}
 
 [[maybe_unused]] int64_t whole(int64_t bytes) {{ return (bytes + {unit} - 1) / {unit} * {unit}; }}
 
@@ -100,7 +110,7 @@ def files(p: Problem, gpu: Gpu, name: str, forward_only: bool = False) -> dict[s
     """
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise ValueError(f"the file's name must be an identifier of C; got {name!r}")
-    found = passes.kernels(p, gpu, forward_only)
+    found = passes.kernels(p, gpu, forward_only, cut=False)
     if not found:
         raise ValueError("the layer must have fast kernels to be exported as C, and has none")
     return {

@@ -274,7 +274,8 @@ def described(k: Kernel, one: Map) -> str:
     """What a map is, but for its tensor."""
     p = k.choice.problem
     shape = p.output_shape if mapped(k, one) == "grad" else p.input_shape
-    last, second = p.layout == "channels_last", k.pass_ == "grad-weight" and p.layout != "channels_last"
+    last = p.layout == "channels_last"
+    second = not last and (k.pass_ == "grad-weight" or (k.columns > 0 and p.dtype.itemsize == 2))
     whole = dense(shape, p.dtype.itemsize, last, second)
     assert _meant(one.tensor) == _meant(whole), "the file's maps are of whole tensors"
     kind = {torch.float32: "TFLOAT32" if one.rounded else "FLOAT32", torch.bfloat16: "BFLOAT16"}.get(p.dtype, "FLOAT16")

@@ -23,6 +23,7 @@ except ImportError:  # without tree-sitter files have all of their kernels' text
 _ANGLED = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>\n]+)>.*\n?", re.MULTILINE)
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _SPACES = "namespace kernels {{\n\n{}\n}}  // namespace kernels\n"
+_GLOBAL = re.compile(r'(?<![\w>:"])::(?=[A-Za-z_])')
 _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILINE)
 _ALIGNED = re.compile(r"__shared__ __align__\(\d+\) unsigned char memory")  # a name that all kernels of a file share
 _FILE = "//file"  # a line ahead of each
@@ -77,8 +78,8 @@ _MEMBER = re.compile(r"^  static constexpr (\w[\w ]*?) (\w+(?:\[\d+\])*) = (.*);
 
 
 def spaced(*parts: str) -> str:
-    """Texts in the kernels' namespace."""
-    return _SPACES.format("\n".join(parts))
+    """Texts in the kernels' namespace, which is what kernels call the global one."""
+    return _SPACES.format(_GLOBAL.sub("kernels::", "\n".join(parts)))
 
 
 def _add(file: str, files: dict[str, str]) -> None:

@@ -37,12 +37,14 @@ FILE = "//file"
 _MASKED = (
     ("#pragma", PRAGMA), ("__align__(1024)", "/*lign__(1024*/"), ("__grid_constant__", "/*grid_constant*/"),
     ("CLUSTER_DIMS(C::cluster)", "/*USTER_DIMS(C::cluste*/"),
+    ("__cluster_dims__(M::CLUSTER)", "/*cluster_dims__(M::CLUSTE*/"),
 )  # fmt: skip
 """What the grammar does not know, and comments as long, which it has anywhere."""
 _KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and values that change nothing
 _KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
 _DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
 _COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
+_CALLED = re.compile(r"(?<=::)\w+|(?<=&)\w+|[A-Za-z_]\w*(?=\s*[(<])")
 _ATOM = re.compile(r"[\w:]+(?:<[\w:, ]*>)?(?:::\w+)*(?:\[[^\[\]]*\]|\([^()]*\))*")
 _BLOCK = "compound_statement"
 _NAMING = ("enumerator", "template_function", "template_type")
@@ -275,7 +277,9 @@ def _turns(tree: Tree, n: Node) -> tuple[str, int, bool] | None:
         return None
     if condition.type != "binary_expression":
         return None
-    ((_, value),) = declared(start)
+    (_, value), *others = declared(start)
+    if others:
+        return None
     first, end = tree.value(value), tree.value(condition.children[2])
     step = 1 if head[6] == "++" else tree.value(update.children[-1])
     if first is None or end is None or step is None or first + step < end:
@@ -318,7 +322,9 @@ def _alone(tree: Tree, n: Node, kept: Node | None) -> str:
 
 def _reached(tree: Tree, wanted: set[str]) -> str:
     """The text without declarations that ``wanted`` names do not reach, and local variables that nothing reads."""
-    words, kept, before = [set(wanted) for _ in tree.structs], set[int](), -1
+    begin = wanted | {f"{name}(" for name in wanted}
+    words, kept, before = [set(begin) for _ in tree.structs], set[int](), -1
+    every = set(begin)  # that any part names; of the shared part's templates some are members of other parts' structs
     items = list(_items(tree.root))
     while len(kept) > before:
         before = len(kept)
@@ -326,11 +332,15 @@ def _reached(tree: Tree, wanted: set[str]) -> str:
             if n.id in kept or (owner is not None and owner.id not in kept):
                 continue
             part = tree.part(n)
-            if names is None or words[part].intersection(map(tree.text, names)):
+            of = n.named_children[-1] if n.type == "template_declaration" else n
+            end = "(" if of.type == "function_definition" else ""  # a variable of a function's name is another's
+            mine = (f"{tree.text(one)}{end}" for one in names or ())
+            if names is None or (words[part] | words[0] if part else every).intersection(mine):
                 kept.add(n.id)
-                found = WORD.findall(_COMMENT.sub("", _head(tree, n)))
-                words[part].update(found)
-                words[0].update(found)
+                text = _COMMENT.sub("", _head(tree, n))
+                found = {*WORD.findall(text), *(f"{name}(" for name in _CALLED.findall(text))}
+                words[part] |= found
+                every |= found
     cut = [n for n, _, owner in items if n.id not in kept and (owner is None or owner.id in kept)]
     unread, put = _unread(tree)
     return without(tree, cut + unread, put)

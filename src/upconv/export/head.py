@@ -36,8 +36,13 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...], 
     if p.precision == "ieee" and p.groups > 1:
         multiplied += "; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are"
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
-    multiple = max((n for k in found for n in k.multiples), default=1)
+    multiple = max((n for k in found if not k.columns for n in k.multiples), default=1)
     widths = [f"- Rows that are no multiple of {multiple} columns are copied, with zeros behind them."] * (multiple > 1)
+    widths += [
+        f"- The forward's rows have {k.columns} columns: shorter ones are copied likewise, and longer ones are cut."
+        for k in found
+        if k.columns
+    ]
     computes = "the forward, and no gradients" if forward_only else "forward, first and second gradients"
     paragraphs = [
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",

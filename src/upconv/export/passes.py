@@ -7,20 +7,25 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 
-from upconv.cuda import families
+from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct
-from upconv.cuda.family import weighed
-from upconv.cuda.gemm import gather
+from upconv.cuda.family import best_of, weighed
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
+from upconv.cuda.pixels import family as pixels
+from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.phases import Phases
+from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.planner import Device, select
 from upconv.problem import Pass, Problem
 
-Choice = gather.Choice | direct.Choice | wgrad.Choice
+Choice = TileChoice | direct.Choice | wgrad.Choice
 
+_MODES = Sweep.mode, Phases.mode
+"""Of `pixels` those whose tiles serve every size of NCHW tensors."""
 _ALIKE = 1.05
 """By how much a gradient may be slower, by estimate, with the forward's family: its file then has one family less."""
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
@@ -61,7 +66,7 @@ class Kernel:
     @property
     def packed_words(self) -> int:
         """Elements of the packed weights; 0 where the kernel reads weights as they are, or none."""
-        return self.choice.tiling.packed_words if isinstance(self.choice, gather.Choice) else 0
+        return int(self.choice.tile.packed_words) if isinstance(self.choice, TileChoice) else 0
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -77,7 +82,17 @@ class Kernel:
     @property
     def result_multiple(self) -> int:
         """Columns at a multiple of which the result's rows must end; others are computed wider, and copied."""
-        return max(1, self.store_unit // self.choice.problem.dtype.itemsize)
+        c, element = self.choice, self.choice.problem.dtype.itemsize
+        if isinstance(c, joined.Choice):
+            return self.columns + joined.gap(c.problem)
+        if isinstance(c, TileChoice) and not isinstance(c, gather.Choice):
+            return 16 // element if c.tile.aligned else 1
+        return max(1, self.store_unit // element)
+
+    @property
+    def columns(self) -> int:
+        """The one length of the source's rows; longer ones are cut, shorter ones copied. 0: any."""
+        return self.choice.tile.width if isinstance(self.choice, joined.Choice) else 0
 
     @property
     def multiples(self) -> tuple[int, int]:
@@ -87,6 +102,8 @@ class Kernel:
         if isinstance(c, gather.Choice):
             t = c.tiling
             return (t.vec if t.tensor_map and not t.channels_last else 1), 1
+        if isinstance(c, TileChoice):
+            return self.columns or 16 // c.problem.dtype.itemsize, 1
         if isinstance(c, wgrad.Choice) and not c.tiling.channels_last:
             w = c.tiling
             by_boxes = isinstance(w, WarpgroupTiling) and w.box_g
@@ -94,19 +111,39 @@ class Kernel:
         return 1, 1
 
 
-def kernels(p: Problem, gpu: Gpu, forward_only: bool = False) -> tuple[Kernel, ...]:
-    """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone."""
+def kernels(p: Problem, gpu: Gpu, forward_only: bool = False, cut: bool = True) -> tuple[Kernel, ...]:
+    """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone.
+
+    ``cut``: of a forward also one for rows of up to so many columns, to which the caller cuts longer ones.
+    """
     found: dict[Pass, Kernel] = {}
     for pass_ in tuple(NAMES)[: 1 if forward_only else None]:
-        q, device = _pass(p, pass_, gpu), Device("cuda", gpu=gpu)
-        choice = select(q, device, general=True).choice
+        answers = _answers(_pass(p, pass_, gpu), gpu, cut)
+        choice = best_of(answers)
         if pass_ == "grad-input" and choice is not None and "fwd" in found:
-            alike = families.choose(q, gpu, general=True).get(found["fwd"].choice.family)
+            alike = answers.get(_kind(found["fwd"].choice))
             if isinstance(alike, Choice) and weighed(alike) <= _ALIKE * weighed(choice):
                 choice = alike
         if isinstance(choice, Choice):
             found[pass_] = Kernel(pass_, choice)
     return tuple(found.values())
+
+
+def _answers(p: Problem, gpu: Gpu, cut: bool) -> dict[str, family.Choice | str]:
+    """The choice of each kind of kernels that serves every size, or the sentence why there is none."""
+    found = families.choose(p, gpu, general=True)
+    for mode in _MODES if p.layout == "nchw" and p.pass_ != "grad-weight" else ():
+        choice = pixels.choose(mode, p, gpu)
+        off = isinstance(choice, TileChoice) and mode == Sweep.mode and choice.tile.shape[1] * p.dtype.itemsize % 16
+        found[mode] = "boxes of a second tile begin off 16 bytes" if off else choice
+    if cut and p.pass_ == "fwd" and p.rank > 1 and joined.gap(p) % 2 == 0:  # so that every slice has even places
+        found["joined"] = joined.candidate(p, gpu)
+    return found
+
+
+def _kind(choice: Choice) -> str:
+    """A choice's name among the `_answers`."""
+    return str(choice.tile.mode) if isinstance(choice, TileChoice) and choice.family == "pixels" else choice.family
 
 
 def _pass(p: Problem, pass_: Pass, gpu: Gpu) -> Problem:

@@ -11,7 +11,19 @@ from upconv.export.device import WIDTH
 from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
-from upconv.export.template import AUTOGRAD, CALLS, FAST_CALLS, FILE, FORWARD_ONLY, RESULT, ROUNDED, TF32, WIDE
+from upconv.export.template import (
+    AUTOGRAD,
+    CALLS,
+    CUT,
+    FAST_CALLS,
+    FILE,
+    FORWARD_ONLY,
+    RESULT,
+    ROUNDED,
+    SEGMENTS,
+    TF32,
+    WIDE,
+)
 from upconv.problem import Pass, Problem
 
 _TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
@@ -41,7 +53,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "CAPABILITY": str(gpu.capability),
         "DEVICES": _devices(gpu),
         "LAUNCHES": launches,
-        "ROUNDED": ROUNDED if "rounded(" in launches else "",
+        "ROUNDED": (ROUNDED if "rounded(" in launches else "") + (SEGMENTS if "segments(" in launches else ""),
         "PASSES": "forward" if forward_only else "three passes",
         "CALLS": "\n\n".join((*(_call(one, found) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)),
         "TF32": TF32 if by_flags else "",
@@ -60,7 +72,8 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
         if k.pass_ == pass_:
             rows, of_grad = (f", {n}" if n > 1 else "" for n in k.multiples)
             result = RESULT if k.result_multiple > 1 else {"RESULT": "", "OUT": "out", "RETURNED": "out"}
-            values = {**result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
+            cut = {"CUT": CUT if k.columns else "", "COLUMNS": str(k.columns)}
+            values = {**cut, **result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
             fast_call = _filled(FAST_CALLS[pass_], values)
     return CALLS[pass_].replace("@FAST_CALL@", fast_call)
 

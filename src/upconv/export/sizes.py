@@ -10,8 +10,12 @@ import math
 from dataclasses import dataclass
 
 from upconv.cuda.direct import costs, direct, tiles
-from upconv.cuda.gemm import gather
+from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.phases import Phases
+from upconv.cuda.pixels.sweep import Sweep
+from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.wgrad import wgrad
 from upconv.export.passes import Kernel, whole_rows
 
@@ -46,6 +50,10 @@ def of(k: Kernel, gpu: Gpu) -> Sizes:
         return _gather(c)
     if isinstance(c, wgrad.Choice):
         return _wgrad(c, gpu)
+    if isinstance(c, joined.Choice):
+        return _joined(c.tile)
+    if isinstance(c, TileChoice):
+        return _sweep(c.tile) if isinstance(c.tile, Sweep) else _phases(c.tile)
     return _direct_weight(c, gpu) if k.pass_ == "grad-weight" else _direct(c)
 
 
@@ -95,6 +103,52 @@ def _gather(c: gather.Choice) -> Sizes:
         {**tiles, "tiles": _product(_ceil("batch", t.tile[0]), *_TILES, t.m_groups)},
         blocks,
         ("batch", *_SOURCE, *_RESULT, *_TILES, "tiles"),
+    )
+
+
+def _sweep(t: Sweep) -> Sizes:
+    slots = t.c.slots
+    rows, columns = t.shape
+    more = f" + {slots - 1}" if slots > 1 else ""
+    return Sizes(
+        f"persistent blocks, which take tiles of {rows} x {columns} positions slice by slice along the depth.",
+        {
+            "rows": _ceil("result_h", rows),
+            "columns": _ceil("result_w", columns),
+            "parts": f"segments(batch * rows * columns, result_d, {slots}, processors)",
+            "walks": "batch * parts * rows * columns",
+        },
+        "min(walks, processors)",
+        ("batch", *_SOURCE, *_RESULT, "parts", "rows", "columns", f"walks * (ceil(result_d, parts){more})"),
+    )
+
+
+def _phases(t: Phases) -> Sizes:
+    d, h, w = t.strides
+    return Sizes(
+        f"a block's two consumers take tiles of {t.tile_w} places of a row, and all blocks about as many.",
+        {
+            "tiles_d": _ceil("result_d", d),
+            "tiles_h": _ceil("result_h", h),
+            "tiles_w": _ceil("result_w", w * t.tile_w),
+            "tiles": "batch * tiles_d * tiles_h * tiles_w",
+            "pairs": f"ceil(tiles, {CONSUMERS})",
+        },
+        "ceil(pairs, ceil(pairs, processors))",
+        (*_RESULT, *_TILES, "tiles"),
+    )
+
+
+def _joined(t: joined.Tile) -> Sizes:
+    return Sizes(
+        f"persistent blocks, which take tile after tile of {t.places} neighbouring places of a slice.",
+        {
+            "plane": "result_h * result_w",
+            "tiles_of_slice": _ceil("plane", t.places),
+            "tiles": _product("batch", "result_d", "tiles_of_slice", t.c.blocks),
+        },
+        "min(tiles, processors)",
+        ("source_d", "result_d", "result_w", "plane", "tiles_of_slice", "tiles"),
     )
 
 

@@ -244,7 +244,7 @@ CALLS = {
 
 FAST_CALLS = {
     "fwd": """    if is_fast(x, weight.shape, given):
-        x = dense(x@ROWS@)
+@CUT@        x = dense(x@ROWS@)
 @RESULT@        launch = forward_launch(x.shape[0], full(x), full(@OUT@), processors(x.get_device()))
         build(True).forward(x, weight, bias, @OUT@, *launch)
         return @RETURNED@
@@ -310,6 +310,16 @@ ROUNDED = """def rounded(a: int, b: int) -> int:
 
 
 """
+SEGMENTS = '''def segments(walks: int, slices: int, slots: int, processors: int) -> int:
+    """Into how many parts blocks cut a walk along the depth, so that all are over soonest; each has slots - 1 more."""
+
+    def steps(parts: int) -> int:
+        return ceil(walks * parts, processors) * (ceil(slices, parts) + slots - 1)
+
+    return min(range(1, min(slices, 256) + 1), key=steps)
+
+
+'''
 TF32 = '''def rounds_to_tf32() -> bool:
     """Whether PyTorch's flags have float32 rounded to TF32, as it is by default."""
     cudnn = torch.backends.cudnn
@@ -326,6 +336,15 @@ WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
 
 
 '''
+CUT = """        if x.shape[-1] > @COLUMNS@:  # rows are cut into parts, which overlap by as much as the kernel reaches
+            reach = out.shape[-1] - x.shape[-1]
+            for begin in range(0, out.shape[-1], @COLUMNS@ - reach):
+                end = begin + @COLUMNS@ - reach
+                part = forward(x[..., max(0, begin - reach) : end], weight, bias, given)[..., min(begin, reach) :]
+                out[..., begin:end] = part[..., : end - begin]
+            return out
+"""
+"""Of a kernel for rows of up to so many columns."""
 RESULT = {
     "RESULT": "        result = wide(out, @MULTIPLE@)\n",
     "OUT": "result",

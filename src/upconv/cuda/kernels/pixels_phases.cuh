@@ -144,7 +144,8 @@ static __device__ __forceinline__ void produce(const Work<Phases>& work) {
 // The instruction of so many columns, one of C::widths from the I-th on.
 template <int I = 0>
 static __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
-  if (width == C::widths[I]) WgmmaOf<C::widths[I]>::template multiply<C::precision, false, false, true>(d, a, b);
+  constexpr int WIDTH = C::widths[I];
+  if (width == WIDTH) WgmmaOf<WIDTH>::template multiply<C::precision, false, false, true>(d, a, b);
   if constexpr (I + 1 < sizeof(C::widths) / sizeof(int)) multiply<I + 1>(d, width, a, b);
 }
 
