@@ -70,6 +70,16 @@ def test_a_path_that_cannot_be_written_is_a_sentence_at_once(
     assert (done.exit_code, done.output) == (2, f"upconv: {reason}\n") and not list(tmp_path.iterdir())
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """Also one to a file that is not there yet; a new path is tried and leaves nothing."""
+    file, link = tmp_path / "r.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    assert arguments.writable("--json", str(link)) == link and link.is_symlink()
+    assert arguments.writable("--json", str(tmp_path / "new.json")) and not (tmp_path / "new.json").exists()
+    file.write_text("old")
+    assert arguments.writable("--json", str(link)).read_text() == "old"
+
+
 def test_what_cannot_be_drawn_is_a_sentence(tmp_path: Path) -> None:
     """Layers alone have a roof."""
     file, picture = tmp_path / "r.json", tmp_path / "r.png"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def writable(option: str, text: str, suffixes: Sequence[str] = ("",)) -> Path:
     if not path.name.lower().endswith(tuple(suffixes)):
         raise ValueError(f"{option} must end in {' or '.join(suffixes)}; got {text!r}")
     try:
-        new = not path.exists()
+        new = not os.path.lexists(path)  # what a link names may be missing, and the link stays
         path.open("ab").close()
         if new:
             path.unlink()
