@@ -61,10 +61,6 @@ def times(ratio: float | None) -> str:
 
 # --- every report in a line ------------------------------------------------------------------------------------------
 
-KEPT = frozenset({
-    "39b22b3", "f3b6f8e", "cc56d63", "41efbe4", "b01cbc5", "85ae0f0", "58deefe", "4f7ef4a", "e960006", "e21f0f2",
-})  # fmt: skip
-"""Commits whose layers kept packed weights between calls without being asked. Later ones pack at each call."""
 PASSES = {
     "fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight",
     "step": "Forward and gradients",
@@ -110,7 +106,7 @@ def compiled_rows() -> list[tuple[dict[str, Any], Row]]:
 def _lines(stem: str, found: Mapping[str, Any]) -> Iterator[Line]:
     rows: list[dict[str, Any]] = found["rows"]
     commit, kind = found["commit"][:7], found["kind"]
-    weights = "kept" if commit in KEPT else "each call"
+    weights = found.get("weights", "each call")
     older = Counter(row["commit"][:7] for row in rows if "commit" in row)
     at = commit + "".join(f", {count} of {of}" for of, count in older.items())
 
