@@ -79,11 +79,12 @@ def needs(kind: Any) -> dict[str, frozenset[str]]:
 
 
 @cache
-def _lasting(kind: Any, changed: frozenset[str]) -> tuple[str, ...]:
-    """Of a dataclass its properties that stay where these fields change."""
+def _kept(kind: Any, changed: frozenset[str]) -> frozenset[str]:
+    """Of a dataclass its fields, and its properties that stay where these fields change."""
     if unknown := sorted(changed.difference(_fields(kind))):
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
-    return tuple(name for name, of_fields in needs(kind).items() if of_fields.isdisjoint(changed))
+    lasting = (name for name, of_fields in needs(kind).items() if of_fields.isdisjoint(changed))
+    return frozenset((*_fields(kind), *lasting))
 
 
 def varied(of: D, **changes: Any) -> D:
@@ -93,15 +94,10 @@ def varied(of: D, **changes: Any) -> D:
         TypeError: there is no field of that name.
     """
     kind: Any = type(of)
-    lasting = _lasting(kind, frozenset(changes))
-    old, made = of.__dict__, object.__new__(kind)
-    new = made.__dict__
-    for name in _fields(kind):
-        new[name] = old[name]
-    for name in lasting:
-        if name in old:
-            new[name] = old[name]
-    new.update(changes)
+    kept = _kept(kind, frozenset(changes))
+    made = object.__new__(kind)
+    made.__dict__.update({name: value for name, value in of.__dict__.items() if name in kept})
+    made.__dict__.update(changes)
     return made
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from upconv.cuda.gpu import RATES, Gpu
 
@@ -108,8 +109,18 @@ class Cost:
         return ", ".join(found)
 
 
-def cost(work: Work, gpu: Gpu) -> Cost:
-    """The estimate of a launch whose tiles ask for so much."""
+class _Tile(NamedTuple):
+    """Clocks of a tile, by what they are spent on."""
+
+    tensor: float
+    shared: float
+    copies: float
+    ring: float
+    loop: float
+    """Of all these, which overlap."""
+
+
+def _tile(work: Work) -> _Tile:
     of, each = RATES, work.columns / work.instructions / 2
     least = of.descriptor_instruction if work.descriptors else of.register_instruction
     tensor = work.instructions * (max(of.columns * each, least) + of.instruction)
@@ -121,15 +132,25 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     ring = (work.steps * of.latency + copies + busy) / work.stages
     if work.weight_steps:
         ring = max(ring, (work.weight_steps * of.latency + copies + busy) / work.weight_stages)
-    loop = _together((busy, ring), of.ring_overlap)
+    return _Tile(tensor, max(shared, producers), copies, ring, _together((busy, ring), of.ring_overlap))
+
+
+def tile_clocks(work: Work) -> float:
+    """Of a tile beside those of every tile, where nothing of it overlaps with the next one's."""
+    return _tile(work).loop + work.stored + work.beside
+
+
+def cost(work: Work, gpu: Gpu) -> Cost:
+    """The estimate of a launch whose tiles ask for so much."""
+    of, each = RATES, _tile(work)
     waves, fixed = work.waves, of.tile
     if work.exchanged:
         fixed += of.cluster + work.exchanged * of.sum
-    tile = loop + work.stored + fixed
+    tile = each.loop + work.stored + fixed
     if work.in_turn:
         alone = -(-waves // 2) * tile
         last = work.stored + fixed
-        clocks = max(waves * loop, alone) + last + of.disturbed * waves * min(work.stored, loop)
+        clocks = max(waves * each.loop, alone) + last + of.disturbed * waves * min(work.stored, each.loop)
     else:
         clocks = waves * tile
     clocks += waves * work.beside
@@ -138,10 +159,10 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     tiles = waves / gpu.clock
     return Cost(
         seconds,
-        tensor=tiles * tensor,
-        shared=tiles * max(shared, producers),
-        l2=tiles * copies,
-        latency=tiles * ring,
+        tensor=tiles * each.tensor,
+        shared=tiles * each.shared,
+        l2=tiles * each.copies,
+        latency=tiles * each.ring,
         store=tiles * (work.stored + fixed + work.beside),
         dram=dram,
         launch=of.launch,
@@ -151,4 +172,4 @@ def cost(work: Work, gpu: Gpu) -> Cost:
 def _together(terms: tuple[float, ...], exponent: float) -> float:
     """Clocks of what overlaps: the largest, and more where others are nearly as large."""
     largest = max(terms)
-    return float(largest * sum((term / largest) ** exponent for term in terms) ** (1 / exponent))
+    return float(largest * sum([(term / largest) ** exponent for term in terms if term]) ** (1 / exponent))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -13,7 +13,7 @@ import torch
 from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.scalars import PRECISIONS, geometry
-from upconv.derived import derived
+from upconv.derived import derived, derived_from, settled, varied
 from upconv.problem import Problem
 
 _UNROLLED = 512  # multiply-adds of a thread for a column of taps (longer: registers spill)
@@ -28,6 +28,10 @@ _RESIDENT = 4  # blocks of a multiprocessor: while one waits for memory, others 
 _MOST_WARPS = 16
 _MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`batches.LONGEST`)
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
+
+
+_SHAPE = "problem", "h", "w", "rows", "kh", "vector"
+_of_shape = derived_from(*_SHAPE)
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ class Tile:
 
     # --- geometry ----------------------------------------------------------------------------------------------------
 
-    @derived
+    @derived_from("problem")
     def axes(self) -> tuple[Axis, Axis, Axis]:
         return gather_axes(self.problem)
 
-    @derived
+    @derived_from("problem")
     def geometry(self) -> dict[str, int]:
         return geometry(self.problem)
 
@@ -70,13 +74,13 @@ class Tile:
     def forward(self) -> bool:
         return self.problem.pass_ == "fwd"
 
-    @derived
+    @derived_from("problem")
     def groups_of(self) -> tuple[int, int]:
         """Channels of a group, of the source and of the other tensor."""
         cin, cout = self.problem.in_channels // self.problem.groups, self.problem.out_channels // self.problem.groups
         return (cin, cout) if self.forward else (cout, cin)
 
-    @derived
+    @derived_from("problem")
     def lanes_are_channels(self) -> bool:
         return self.problem.layout == "channels_last" and self.groups_of == (1, 1) and self.problem.groups > 8
 
@@ -85,12 +89,12 @@ class Tile:
         """Channels of a block where lanes are channels."""
         return min(32, self.problem.groups) if self.lanes_are_channels else 1
 
-    @property
+    @derived_from("problem")
     def accumulator(self) -> int:
         """Bytes of a word of shared memory."""
         return 8 if self.problem.dtype is torch.float64 else 4
 
-    @derived
+    @derived_from("problem")
     def least(self) -> tuple[int, int]:
         """Where along H and W the source of a cell begins, from the cell's first on."""
         _, h, w = self.axes
@@ -101,7 +105,7 @@ class Tile:
         """Columns by which a tile begins early, so that it begins at a unit."""
         return 0 if self.lanes_are_channels else self.least[1] % self.vector
 
-    @derived
+    @_of_shape
     def span(self) -> tuple[int, int]:
         """Rows and columns of the source that a tile needs."""
         _, axis_h, axis_w = self.axes
@@ -118,7 +122,7 @@ class Tile:
         least = self.vector // math.gcd(self.vector, self.lanes)  # columns whose channels are whole units
         return h, -(-w // least) * least
 
-    @derived
+    @_of_shape
     def plane(self) -> int:
         """Words from one plane of columns to the next, of equal residues modulo their step each.
 
@@ -135,7 +139,7 @@ class Tile:
         below = self.rows * self.axes[1].in_step * step * pitch
         return _conflicts(self.vector, step, pitch % 32, min(self.w, 32), below % 32)
 
-    @derived
+    @_of_shape
     def row_pitch(self) -> int:
         return self.span[1] * self.lanes if self.lanes_are_channels else self.axes[2].in_step * self.plane
 
@@ -152,7 +156,7 @@ class Tile:
     def tap_groups(self) -> int:
         return -(-self.geometry["kernel_h"] // self.kh) * -(-self.geometry["kernel_w"] // self.kw)
 
-    @property
+    @derived
     def sums(self) -> int:
         """Of a thread."""
         of_cell = self.kh * self.kw if self.weight else self.rows * self.axes[1].out_step * self.axes[2].out_step
@@ -168,7 +172,7 @@ class Tile:
             found = found * self.channels if all_channels else self.channels
         return found, min(found & -found, _UNIT // self.problem.dtype.itemsize)
 
-    @property
+    @derived
     def weights(self) -> int:
         """Words of a tap's weights."""
         if self.lanes_are_channels:
@@ -231,7 +235,7 @@ class Tile:
         of_registers = 65536 // (-(-least // 8) * 8 * self.threads)
         return max(1, min(of_registers, _SHARED // (self.shared_bytes + 1024), _RESIDENT))
 
-    @property
+    @derived
     def _registers(self) -> int:
         """Of a thread, those that units do not take."""
         words = self.accumulator // 4
@@ -245,7 +249,7 @@ class Tile:
             sums += self.weights if self.channels > 1 else 0
         return words * (sums + -(-ahead // self.threads)) + 40
 
-    @property
+    @derived
     def batch(self) -> int:
         """Units of a thread that are on their way at a time."""
         most = min(65536 // (self.resident * self.threads), 255) - self._registers
@@ -377,15 +381,20 @@ def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """The tiles that a GPU can run; of a weight's gradient with few positions, tiles larger than the image."""
     layer = any_size(p)
     if p.pass_ != "grad-weight":
-        yield from _fitting(_tiles(layer, p), p, gpu)
+        yield from _fitting(_tiles(layer, p), gpu)
         return
-    found = list(_fitting(_weight_tiles(layer, p), p, gpu))
-    yield from found or _fitting(_weight_tiles(layer, p, beyond=True), p, gpu)
+    found = list(_fitting(_weight_tiles(layer, p), gpu))
+    yield from found or _fitting(_weight_tiles(layer, p, beyond=True), gpu)
 
 
-def _fitting(tried: Iterable[Tile], p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    units = (replace(tile, vector=unit_of(p, tile)) for tile in tried)
-    return (tile for tile in units if tile.fits(gpu.shared_bytes))
+def _fitting(tried: Iterable[Tile], gpu: Gpu) -> Iterator[Tile]:
+    return (tile for tile in tried if tile.fits(gpu.shared_bytes))
+
+
+def _shaped(probe: Tile, p: Problem, **shape: int) -> Tile:
+    """A tile of a shape with the problem's units; what is varied from it has the numbers that follow from these."""
+    tile = varied(probe, **shape)
+    return settled(varied(tile, vector=unit_of(p, tile)), *_SHAPE)
 
 
 def _shapes(probe: Tile, p: Problem) -> tuple[list[int], list[int]]:
@@ -405,11 +414,14 @@ def _tiles(layer: Problem, p: Problem) -> Iterator[Tile]:
     to = probe.groups_of[1]
     channels = sorted({-(-to // -(-to // n)) for n in (1, 4, 8, 16, 32)})
     chunks = sorted({min(n, probe.groups_of[0]) for n in (1, 4, 16)})
-    for of_thread, warps, r, w in product(channels, (1, 4, 8), rows, widths):
-        units = warps * (1 if probe.lanes_are_channels else 32)
-        tile = replace(probe, h=units // w * r, w=w, rows=r, channels=of_thread, warps=warps)
-        if w <= units and tile.sums <= _SUMS:
-            yield from (replace(tile, chunk=chunk) for chunk in chunks)
+    lanes, shapes = 1 if probe.lanes_are_channels else 32, []
+    for warps, r, w in product((1, 4, 8), rows, widths):
+        if w <= warps * lanes:
+            shapes.append(_shaped(probe, p, h=warps * lanes // w * r, w=w, rows=r, warps=warps))
+    for of_thread, shape in product(channels, shapes):
+        tile = varied(shape, channels=of_thread)
+        if tile.sums <= _SUMS:
+            yield from (varied(tile, chunk=chunk) for chunk in chunks)
 
 
 def _weight_tiles(layer: Problem, p: Problem, beyond: bool = False) -> Iterator[Tile]:
@@ -421,15 +433,15 @@ def _weight_tiles(layer: Problem, p: Problem, beyond: bool = False) -> Iterator[
     kh = -(-kernel_h // -(-kernel_h // 16))
     for ci in (1,) if cin == 1 else tuple(n for n in (2, 4, 8) if n < 2 * cin):
         for kw in sorted({-(-kernel_w // n) for n in range(1, kernel_w + 1)}):
-            tile = replace(probe, channels=ci, kh=kh, kw=kw)
+            tile = varied(probe, channels=ci, kh=kh, kw=kw)
             if tile.sums > _SUMS or tile.tap_groups > _MOST_WARPS:
                 continue
-            tile = replace(tile, warps=tile.tap_groups * max(1, 8 // tile.tap_groups))
+            tile = varied(tile, warps=tile.tap_groups * max(1, 8 // tile.tap_groups))
             if beyond:
-                yield from (replace(tile, h=-(-lanes // w), w=w) for w in widths)
+                yield from (_shaped(tile, p, h=-(-lanes // w), w=w) for w in widths)
                 continue
             for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
                 if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
                     continue
                 if groups * w % lanes == 0 and groups * r < 4 * height and r * ci <= _INPUTS:
-                    yield replace(tile, h=groups * r, w=w, rows=r)
+                    yield _shaped(tile, p, h=groups * r, w=w, rows=r)

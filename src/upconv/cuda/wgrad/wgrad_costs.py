@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from upconv.cuda.cost import Cost, Work, cost
-from upconv.cuda.gpu import H200, RATES, Gpu
+from upconv.cuda.cost import Cost, Work, cost, tile_clocks
+from upconv.cuda.gpu import RATES, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import derived
@@ -70,17 +71,15 @@ class Model:
 
     def fastest(self, t: AnyTiling) -> tuple[float, int]:
         """Seconds, and in how many splits of K."""
-        gpu, chunks = self.gpu, t.chunks(self.p)
-        one = cost(self._chunk(t), H200)
-        clocks = (one.seconds - one.launch) * H200.clock - RATES.tile
-        memory = self.moved / gpu.bandwidth
+        gpu, chunks, ending_seconds = self.gpu, t.chunks(self.p), self._endings(t)
+        clocks, memory = tile_clocks(self._chunk(t)), self.moved / gpu.bandwidth
         found = math.inf, 1
         for splits in {1, *(min(chunks, max(1, gpu.multiprocessors * waves // t.tiles)) for waves in (1, 2, 3, 4))}:
             each = -(-chunks // splits)
             splits = -(-chunks // each)
             work = self._waves(t, splits) * (each * clocks + _BLOCK + RATES.tile) / gpu.clock
             seconds = max(work, memory) + RATES.beside_memory * min(work, memory) + RATES.launch
-            found = min(found, (seconds + self._ending_seconds(t, splits), splits))
+            found = min(found, (seconds + ending_seconds(splits), splits))
         return found
 
     def cost(self, t: AnyTiling, splits: int) -> Cost:
@@ -88,7 +87,7 @@ class Model:
         each, work = -(-t.chunks(self.p) // splits), self._chunk(t)
         beside = work.beside + (_BLOCK + RATES.tile) / each - RATES.tile
         work = replace(work, waves=self._waves(t, splits) * each, moved=self.moved, beside=beside)
-        found, added = cost(work, self.gpu), self._ending_seconds(t, splits)
+        found, added = cost(work, self.gpu), self._endings(t)(splits)
         return replace(found, seconds=found.seconds + added, store=found.store + added)
 
     def _chunk(self, t: AnyTiling) -> Work:
@@ -97,14 +96,17 @@ class Model:
     def _waves(self, t: AnyTiling, splits: int) -> int:
         return -(-t.tiles * splits // self.gpu.multiprocessors)
 
-    def _ending_seconds(self, t: AnyTiling, splits: int) -> float:
-        """What sums take on their way from blocks to the weight."""
-        how = "steps" if self.general else ending(t, splits, self.gpu)
-        fixed, passes = _ENDINGS[how]
-        weight = t.element * self.numel
-        of = weight if how == "alone" else t.tiles * splits * t.k_slices * t.sums_bytes
-        parts = max(0.0, _SECTOR / _run(t, self.p) - 1)  # sectors are written in parts
-        return fixed + (passes * of + parts * weight) / self.gpu.bandwidth
+    def _endings(self, t: AnyTiling) -> Callable[[int], float]:
+        """What sums take on their way from blocks to the weight, by splits."""
+        weight, records = t.element * self.numel, t.tiles * t.k_slices * t.sums_bytes
+        parts = max(0.0, _SECTOR / _run(t, self.p) - 1) * weight  # sectors are written in parts
+
+        def seconds(splits: int) -> float:
+            how = "steps" if self.general else ending(t, splits, self.gpu)
+            fixed, passes = _ENDINGS[how]
+            return fixed + (passes * (weight if how == "alone" else records * splits) + parts) / self.gpu.bandwidth
+
+        return seconds
 
 
 # --- what a chunk asks for -------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from heapq import nsmallest
 from itertools import chain, product
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,10 @@ class Found(NamedTuple):
     tiling: AnyTiling
 
 
+Timed = tuple[float, int, int, AnyTiling]
+"""Seconds, the place of its chunk among a base's, splits, and the tiling."""
+
+
 def refusal(p: Problem, gpu: Gpu) -> str | None:
     """Why this family cannot serve a problem, in a sentence; None when it can."""
     if p.dtype is torch.float64:
@@ -76,19 +81,24 @@ def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Fo
 
     model = Model(p, gpu, general)
 
-    def cheapest(base: AnyTiling, chunks: tuple[Chunk, ...]) -> Found | None:
-        tilings = (t for chunk in chunks if (t := _tiling(p, gpu, base, chunk, general)) is not None)
-        every = (Found(*model.fastest(t), t) for t in tilings)
-        return min(every, key=lambda one: one.seconds, default=None)
+    def cheapest(base: AnyTiling, chunks: Iterable[tuple[int, Chunk]]) -> Timed | None:
+        tilings = ((i, t) for i, chunk in chunks if (t := _tiling(p, gpu, base, chunk, general)) is not None)
+        every = ((*model.fastest(t), i, t) for i, t in tilings)
+        return min(((seconds, i, splits, t) for seconds, splits, i, t in every), key=itemgetter(0, 1), default=None)
 
     looked = []
-    for i, base in enumerate(bases):
-        base, chunks = settled(base, "problem", "block", "taps"), _chunks(p, base, general)
-        one = cheapest(base, chunks[:: max(1, len(chunks) // _TYPICAL)]) or cheapest(base, chunks)
+    for base in bases:
+        base, chunks = settled(base, "problem", "block", "taps"), list(enumerate(_chunks(p, base, general)))
+        step = max(1, len(chunks) // _TYPICAL)
+        one, others = cheapest(base, chunks[::step]), [chunk for chunk in chunks if chunk[0] % step]
+        if one is None:
+            one, others = cheapest(base, others), []
         if one is not None:
-            looked.append((one.seconds, i, base, chunks))
-    every = (cheapest(base, chunks) for _, _, base, chunks in nsmallest(_KEPT, looked))
-    return min((one for one in every if one is not None), key=lambda one: one.seconds, default=None)
+            looked.append((one, base, others))
+    kept = nsmallest(_KEPT, looked, key=lambda each: each[0][0])
+    found = (min(filter(None, (one, cheapest(base, others))), key=itemgetter(0, 1)) for one, base, others in kept)
+    seconds, _, splits, t = min(found, key=itemgetter(0), default=(math.inf, 0, 0, None))
+    return None if t is None else Found(seconds, splits, t)
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -134,11 +144,11 @@ def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) 
     # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
     lines = not general and width == narrow(p) and rows > 1 and width * base.element < 128
     t = varied(base, tile=chunk.tile, gapless=chunk.gapless, lines=lines)
+    if t.segment < 32 or (t.element == 2 and t.strips % 2) or (t.stacked and not t.stackable):
+        return None
     if t.classed and not t.classes_fit:
         t = varied(t, classes=(1, 1))
     if not t.box_g and (t.channels_last or t.aligned_g or t.classed):
-        return None
-    if t.segment < 32 or (t.element == 2 and t.strips % 2) or (t.stacked and not t.stackable):
         return None
     # As many stages as fit
     most = 8 if t.channels_last else 4

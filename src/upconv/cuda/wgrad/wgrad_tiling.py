@@ -13,10 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from upconv.derived import derived, derived_from
+from upconv.derived import derived, derived_from, derived_without
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
+of_chunk = derived_without("stages")
 
 WARPS = 8  # of the mma.sync kernel
 _PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
@@ -121,7 +122,7 @@ class Tiling:
 
     # --- K and shared memory -----------------------------------------------------------------------------------------
 
-    @derived
+    @of_chunk
     def rows(self) -> tuple[Rows, Rows]:
         """Rows of g (D, H) that a chunk holds."""
         return self._rows(0), self._rows(1)
@@ -132,7 +133,7 @@ class Tiling:
         span = (count - 1) * step + (taps - 1) * dilation + 1
         return Rows(span, step, dilation, True) if span <= count * taps else Rows(count * taps, taps, 1, False)
 
-    @derived
+    @of_chunk
     def columns(self) -> int:
         """Columns of g from the first that a chunk's taps read to the last."""
         return (self.tile[3] - 1) * self.steps[2] + (self.taps[2] - 1) * self.dilation[2] + 1
@@ -142,7 +143,7 @@ class Tiling:
         """Rows of x's tile ahead of the chunk's own."""
         return 0
 
-    @derived
+    @of_chunk
     def strips(self) -> int:
         """Strips of 8 positions of a row, or of a chunk without gaps."""
         return math.prod(self.tile) // 8
@@ -151,29 +152,29 @@ class Tiling:
     def k_steps(self) -> int:
         return self.strips if self.element == 4 else self.strips // 2
 
-    @derived
+    @of_chunk
     def units(self) -> tuple[int, int]:
         """16-byte units of a row of one channel (NCHW) of x and of g."""
         x = self.tile[3] + (0 if self.aligned else self.vec - 1)
         return -(-x // self.vec), -(-(self.columns + self.vec - 1) // self.vec)
 
-    @derived
+    @of_chunk
     def g_row_units(self) -> int:
         """16-byte units from one channel's row of g to the next's (NCHW): an odd number, for banks."""
         return self.units[1] | 1
 
-    @derived
+    @of_chunk
     def g_rows(self) -> int:
         """Rows of g's tile, of all images."""
         of_d, of_h = self.rows
         return self.tile[0] * of_d.held * of_h.held
 
-    @derived
+    @of_chunk
     def g_bytes(self) -> int:
         """Bytes of g's tile in shared memory."""
         return self.g_rows * (self.columns if self.channels_last else self.block[1]) * self.g_pitch * self.element
 
-    @derived
+    @of_chunk
     def g_units(self) -> int:
         """16-byte copies of g's tile."""
         if self.channels_last:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
-from upconv.cuda.wgrad.wgrad_tiling import Rows, Tiling
+from upconv.cuda.wgrad.wgrad_tiling import Rows, Tiling, of_chunk
 from upconv.derived import derived, derived_from
 
 MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
@@ -93,7 +93,7 @@ class WarpgroupTiling(Tiling):
         """Whether x's pixels are turned to rows of a channel: TF32 multiplies no others."""
         return self.channels_last and self.element == 4
 
-    @derived
+    @of_chunk
     def segment(self) -> int:
         """Bytes of a row of x's tile, which is also the swizzle's span."""
         if self.channels_last and not self.turned:
@@ -108,7 +108,7 @@ class WarpgroupTiling(Tiling):
             return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
 
-    @derived
+    @of_chunk
     def x_bytes(self) -> int:
         """Bytes of x's tile in shared memory."""
         n, d, h, w = self.tile
@@ -134,11 +134,11 @@ class WarpgroupTiling(Tiling):
         lanes = self.subs, self.dilation[2], self.steps[2], -self.padding[2] % self.vec
         return _fewest_conflicts(self.element, self.units[1], *lanes)
 
-    @derived
+    @of_chunk
     def g_row_units(self) -> int:
         return self.banks[0] if self.interleaved else self.units[1] | 1
 
-    @derived
+    @of_chunk
     def g_width(self) -> int:
         """Output channels of a box (channels_last)."""
         return next((w for w in (64, 32) if self.block[1] % w == 0 and w * self.element <= 128), 16)
@@ -147,7 +147,7 @@ class WarpgroupTiling(Tiling):
     def g_pitch(self) -> int:
         return self.g_width if self.channels_last else self.g_row_units * self.vec
 
-    @derived
+    @of_chunk
     def planes(self) -> Planes:
         """Columns of g's tile."""
         step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
@@ -161,7 +161,7 @@ class WarpgroupTiling(Tiling):
                 return Planes(count, columns, on, True)
         return Planes(1, self.columns, 0, False)
 
-    @derived
+    @of_chunk
     def g_boxes(self) -> tuple[Box, Box] | None:
         """The box that brings all rows of g's tile (channels_last: of a plane, NCHW: of a class), in elements that it
         traverses, and the steps from one that it brings to the next; None where there is none.
@@ -193,7 +193,7 @@ class WarpgroupTiling(Tiling):
             return step
         return dilation if count == 1 or step == taps * dilation else 0
 
-    @derived
+    @of_chunk
     def box_g(self) -> bool:
         """Whether g comes by boxes too."""
         if self.g_boxes is None:
@@ -216,12 +216,12 @@ class WarpgroupTiling(Tiling):
         known = (rows == 1 or self.stacked) and self.block[1] // channels >= 16
         return self.padding[2] == 0 and known and self.g_boxes is not None and self.g_boxes[1][2] == 1
 
-    @derived
+    @of_chunk
     def class_rows(self) -> int:
         """Rows along H of a class."""
         return -(-self.rows[1].held // self.classes[0])
 
-    @derived
+    @of_chunk
     def g_rows(self) -> int:
         """As for all tilings, of all classes; `gapless`: one, which has all pixels of a tap."""
         images = 1 if self.gapless else self.tile[0]
@@ -232,14 +232,14 @@ class WarpgroupTiling(Tiling):
         """Pixels of a row of g's tile (channels_last)."""
         return self.planes.number * self.planes.columns
 
-    @derived
+    @of_chunk
     def g_bytes(self) -> int:
         if not self.channels_last:
             return super().g_bytes
         plane = -(-self.g_rows * self.planes.columns * self.g_width * self.element // 128) * 128
         return self.block[1] // self.g_width * self.planes.number * plane
 
-    @derived
+    @of_chunk
     def g_units(self) -> int:
         if self.channels_last:
             return self.g_rows * self.g_pixels * -(-self.block[1] // self.vec)
@@ -247,7 +247,7 @@ class WarpgroupTiling(Tiling):
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    @derived
+    @of_chunk
     def stage_bytes(self) -> int:
         return -(-(self.x_bytes + self.g_bytes) // 1024) * 1024
 
@@ -348,7 +348,7 @@ class WarpgroupTiling(Tiling):
         """Steps of K of a row of positions."""
         return self.tile[3] * self.element // 32
 
-    @derived
+    @of_chunk
     def row_steps(self) -> int:
         """`stacked`: fragments of a warpgroup for one column of K."""
         return self.tile[0] * self.tile[1] * self.rows[1].held * self.unit_count
