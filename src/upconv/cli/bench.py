@@ -29,9 +29,10 @@ WRONG, INTERRUPTED = 1, 130
 
 HELP = """Measure upconv against PyTorch: interleaved, fresh inputs, medians, every row checked in float64.
 
-A ratio is PyTorch's time over upconv's. A row that the plan leaves to PyTorch's own operator is shown as
-[bold]torch[/] and counts as 1. A wrong result has no speed and makes the exit code 1. Ctrl-C prints and writes what was
-measured by then, and makes the exit code 130.
+A ratio is PyTorch's time over upconv's.
+A row that the plan leaves to PyTorch's own operator is shown as [bold]torch[/] and counts as 1.
+A wrong result has no speed and makes the exit code 1.
+Ctrl-C prints and writes what was measured by then, and makes the exit code 130.
 
 Examples:
 
