@@ -49,15 +49,6 @@ def _cudnn() -> Value:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else None
 
 
-def _nvrtc() -> Value:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        return None
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"{major}.{minor}"
-
-
 def _onednn() -> Value:
     found = re.search(r"(?:oneDNN|MKL-DNN) v(\S+)", torch.__config__.show())
     return found[1] if found else None
@@ -73,7 +64,7 @@ def versions() -> dict[str, Value]:
             "cuda": lambda: torch.version.cuda,
             "cudnn": _cudnn,
             "cuda-bindings": lambda: _package("cuda-bindings"),
-            "nvrtc": _nvrtc,
+            "nvrtc": lambda: nvrtc.version() if _package("cuda-bindings") else None,
             "onednn": _onednn,
             "numpy": lambda: _package("numpy"),
         }

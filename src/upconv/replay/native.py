@@ -119,13 +119,6 @@ def state() -> str:
         return str(error)
 
 
-def tell(line: str) -> None:
-    """`jit.tell`, whose module a CPU's calls do without."""
-    from upconv.cuda.compile import jit
-
-    jit.tell(line)
-
-
 def _start() -> None:
     global _builder, _reason
     with _lock.now:
@@ -163,7 +156,7 @@ def _build() -> None:
         _reason = " ".join(f"{type(error).__name__}: {error}".split())[:2000]
     finally:
         _done.set()
-        tell(f"native: {state()}")
+        cache.tell(f"native: {state()}")
 
 
 def found() -> Any:
@@ -240,7 +233,7 @@ def _compiled() -> bytes:
     global _child
     with tempfile.TemporaryDirectory(prefix="upconv-") as folder:
         out = Path(folder) / f"{_NAME}.so"
-        tell(f"compiling {_SOURCE.name} with {compiler()}")
+        cache.tell(f"compiling {_SOURCE.name} with {compiler()}")
         child = _child = subprocess.Popen(
             command(out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )

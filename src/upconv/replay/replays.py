@@ -19,6 +19,7 @@ from torch import Tensor
 
 from upconv import cpu
 from upconv.cuda import engine, weights
+from upconv.cuda.compile import cache
 from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
@@ -101,7 +102,7 @@ def layer_of(
     except torch.OutOfMemoryError:  # which may pass: a later call is recorded
         raise
     except Exception as error:  # the pass's, or of its recording
-        native.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
+        cache.tell(f"native: {what} stays in Python: {type(error).__name__}: {error}")
         return compute(), NEVER
 
 
@@ -124,7 +125,7 @@ def recording_of(
     try:
         return results, to.repeatable(results)
     except Unrecorded as reason:
-        native.tell(f"native: {what} stays in Python: {reason}")
+        cache.tell(f"native: {what} stays in Python: {reason}")
         return results, None
 
 

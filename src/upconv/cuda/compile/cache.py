@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 import warnings
@@ -122,6 +123,12 @@ def _warn(folder: Path | None, reason: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def tell(line: str) -> None:
+    """Says something on stderr if ``UPCONV_DEBUG`` is set: what was compiled, and what came from the cache."""
+    if os.environ.get("UPCONV_DEBUG", "") not in ("", "0"):
+        sys.stderr.write(f"upconv: {line}\n")
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------

@@ -1,17 +1,14 @@
 """From a file of ``cuda/kernels`` and constants to a loaded kernel. Knows no convolution.
 
 `instance` puts a source together. `cubin` compiles it (``nvrtc``) once: the latest cubins are kept in memory, more of
-them on disk (``cache``). `kernel` loads it (``driver``), and what is loaded stays. ``UPCONV_DEBUG=1`` tells on stderr
-what was compiled and what came from the cache.
+them on disk (``cache``). `kernel` loads it (``driver``), and what is loaded stays.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,12 +31,6 @@ _ENTRIES = "// entries: "
 
 Constant = Any
 """A bool, an integer, a float, or a tuple of some, which becomes an array."""
-
-
-def tell(line: str) -> None:
-    """Says something on stderr if ``UPCONV_DEBUG`` is set."""
-    if os.environ.get("UPCONV_DEBUG", "") not in ("", "0"):
-        sys.stderr.write(f"upconv: {line}\n")
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -97,20 +88,6 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
-def with_includes(file: str, seen: set[str]) -> Iterator[str]:
-    """The texts of ``kernels/<file>`` and of what it includes of ``kernels``, which come before it.
-
-    Those ``seen`` are left out; the set grows. Errors: FileNotFoundError.
-    """
-    if file in seen:
-        return
-    seen.add(file)
-    text = (KERNELS / file).read_text(encoding="utf-8")
-    for included in _QUOTED.findall(text):
-        yield from with_includes(included, seen)
-    yield _QUOTED.sub("", _ONCE.sub("", text)).strip() + "\n"
-
-
 def _inline(file: str, seen: set[str]) -> str:
     seen.add(file)
     text = _ONCE.sub("", (KERNELS / file).read_text(encoding="utf-8"))
@@ -148,7 +125,15 @@ def cubin(source: str, arch: str, label: str = "kernel") -> bytes:
     if found is not None:
         return found.result()
     try:
-        code = _from_disk(name, arch, label) or _compiled(source, arch, label, name)
+        kept = cache.read(name)
+        if kept is not None:
+            code = kept[1]
+            cache.tell(f"loaded {label} for sm_{arch} (cached)")
+        else:
+            start = time.perf_counter()
+            code = built(source, arch, label).code
+            cache.tell(f"compiled {label} for sm_{arch} in {time.perf_counter() - start:.1f} s")
+            cache.write(name, code)
     except BaseException as error:
         with _lock.now:
             _cubins.pop(name, None)
@@ -163,22 +148,6 @@ def cubin(source: str, arch: str, label: str = "kernel") -> bytes:
 
 def _name(source: str, arch: str) -> str:
     return f"sm_{arch}-{nvrtc.key(source, arch)}.cubin"
-
-
-def _from_disk(name: str, arch: str, label: str) -> bytes | None:
-    kept = cache.read(name)
-    if kept is None:
-        return None
-    tell(f"loaded {label} for sm_{arch} (cached)")
-    return kept[1]
-
-
-def _compiled(source: str, arch: str, label: str, name: str) -> bytes:
-    start = time.perf_counter()
-    code = built(source, arch, label).code
-    tell(f"compiled {label} for sm_{arch} in {time.perf_counter() - start:.1f} s")
-    cache.write(name, code)
-    return code
 
 
 def built(source: str, arch: str, label: str = "kernel", ptx: bool = False) -> nvrtc.Built:
