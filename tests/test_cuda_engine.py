@@ -376,12 +376,7 @@ def settings_of_precision() -> Iterator[Any]:
     cudnn.conv.fp32_precision, cudnn.fp32_precision, general.fp32_precision, cudnn.enabled = before
 
 
-@pytest.mark.parametrize("getter", ("torch._C", "attribute"))
-def test_float32_precision_follows_pytorchs_setting(
-    getter: str, settings_of_precision: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if getter == "attribute":
-        monkeypatch.setattr(calls, "_conv_precision", calls._conv_precision_attribute)
+def test_float32_precision_follows_pytorchs_setting(settings_of_precision: Any) -> None:
     cudnn = settings_of_precision.cudnn
     for value in ("tf32", "ieee", "tf32"):
         cudnn.conv.fp32_precision = value
