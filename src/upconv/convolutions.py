@@ -341,7 +341,8 @@ class Convolution(Bilinear):
         return cpu.dense_strides(self.plan.problem.input_shape, self._format)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if engine.ready(self, x.get_device(), bias is not None) and self.for_output:
+        ready = not engine._collectors or engine.ready(self.plan, x.get_device(), self, bias is not None)
+        if ready and self.for_output:
             return engine.convolution(self.plan, x, weight, bias)
         p, rounded = self.plan.problem, None if bias is None else bias.to(x.dtype)
         return torch.convolution(

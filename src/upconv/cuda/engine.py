@@ -47,7 +47,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
         RuntimeError: the kernel could not be compiled, loaded or launched; names the problem and the plan.
     """
     index = x.get_device()
-    if _collectors and not _noted(plan, index, "fwd"):  # who wants to know what is missing, not to compile it
+    if _collectors and not ready(plan, index):  # who wants to know what is missing, not to compile it
         bias = None if bias is None else bias.to(x.dtype)
         return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
     runner = loaded(plan, index).forward
@@ -265,6 +265,10 @@ class Loaded:
                 setattr(self, name, self._bias() if name == "bias" else self._runner(name))
             return vars(self)[name]
 
+    def of(self, pass_: Pass) -> Runner | WeightRunner | None:
+        found: Runner | WeightRunner | None = getattr(self, _NAMES[pass_])
+        return found
+
     def _runner(self, name: str) -> Runner | WeightRunner | None:
         pass_ = next(pass_ for pass_, of in _NAMES.items() if of == name)
         if self.plan.selection(pass_).choice is None:
@@ -297,49 +301,44 @@ forks.in_child(lambda: _collectors.intersection_update({threading.get_ident()}))
 
 
 def warming() -> bool:
-    """Whether this thread is within ``collecting(every=True)``, for gradients that will be asked for."""
+    """Whether this thread is within ``collecting(every=True)``."""
     return bool(_collectors) and getattr(_local, "wanted", None) is not None and bool(_local.every)
 
 
-def ready(of: Convolved, index: int, biased: bool) -> bool:
-    """Whether a plain convolution's kernel may run: outside `collecting`, or loaded already; else it is noted there."""
-    return not _collectors or _noted(of.plan, index, "grad-input", of, biased)
-
-
-def _noted(plan: Plan, index: int, pass_: Pass, of: Convolved | None = None, biased: bool = True) -> bool:
-    """As `ready`, of any call."""
-    wanted: list[Wanted] | None = getattr(_local, "wanted", None)
-    if wanted is None:
-        return True
-    ready = is_loaded(plan, index, pass_)
-    if _local.every or not ready:
-        wanted.append(Wanted(plan, index, of, biased))
-    return ready
-
-
 class Wanted(NamedTuple):
-    """A call's plan and its device; of a plain convolution, whose forward is ``grad-input``, what it is beside."""
+    """A plan on a device, and which of its passes calls need."""
 
     plan: Plan
     device: int
-    of: Convolved | None = None
-    biased: bool = True
+    passes: tuple[Pass, ...]
+    sums: Plan | None
+    """By which the gradient for the bias is taken; None where it is not needed."""
 
-    def passes(self, training: bool) -> tuple[Pass, ...]:
-        """Those that are by the plan's kernels, the forward first."""
-        if self.of is None:
-            return ("fwd", "grad-input", "grad-weight") if training else ("fwd",)
-        found: dict[Pass, bool] = {"grad-input": self.of.for_output}
-        if training:
-            found.update({"fwd": self.of.for_input, "grad-weight": self.of.for_weight})
-        return tuple(name for name, ours in found.items() if ours)
+
+def ready(plan: Plan, index: int, of: Convolved | None = None, biased: bool = True) -> bool:
+    """Whether a forward's kernel may run: outside `collecting`, or loaded already; else the call is noted there.
+
+    ``of``: the plain convolution that the plan is for, whose forward is ``grad-input``.
+    """
+    wanted: list[Wanted] | None = getattr(_local, "wanted", None)
+    if wanted is None:
+        return True
+    ready = is_loaded(plan, index, "fwd" if of is None else "grad-input")
+    if _local.every or not ready:
+        ours: dict[Pass, bool] = {"fwd": True} if of is None else {"grad-input": of.for_output}
+        if _local.every:
+            more = (True, True, True) if of is None else (of.for_input, of.for_output, of.for_weight)
+            ours.update(zip(_NAMES, more))
+        sums = (plan if of is None else of.sums) if _local.every and biased else None
+        wanted.append(Wanted(plan, index, tuple(name for name, own in ours.items() if own), sums))
+    return ready
 
 
 @contextmanager
 def collecting(every: bool = False) -> Iterator[list[Wanted]]:
-    """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and note plan and device.
+    """Within it, calls of this thread whose kernels are not loaded run PyTorch's operator and are noted.
 
-    ``every``: the calls whose kernels are loaded are noted too.
+    ``every``: for gradients that will be asked for, whose passes are noted too; also of calls whose forward is loaded.
     """
     before = getattr(_local, "wanted", None), getattr(_local, "every", False)
     _local.wanted, _local.every = [], every
@@ -354,6 +353,5 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
 
 def is_loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     """Whether a pass's kernels are."""
-    asked = vars(loaded(plan, index))
-    runner: Runner | WeightRunner | None = asked.get(_NAMES[pass_])
-    return _NAMES[pass_] in asked and (runner is None or runner.prepared.loaded)
+    asked, name = vars(loaded(plan, index)), _NAMES[pass_]
+    return name in asked and (asked[name] is None or asked[name].prepared.loaded)

@@ -16,9 +16,8 @@ def compile_all(
     wanted: Sequence[engine.Wanted],
     progress: Callable[[str, int, int], object] | None = None,
     threads: int | None = None,
-    training: bool = False,
 ) -> list[str]:
-    """Compiles (in threads) and loads the kernels of some plans on their devices, for ``training`` all three passes'.
+    """Compiles (in threads) and loads the kernels of some plans on their devices.
 
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache. Errors: RuntimeError naming problem and plan.
@@ -28,7 +27,7 @@ def compile_all(
     from upconv.cuda.compile import jit  # which a CPU's calls do without
 
     units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
-    asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes(training))
+    asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes)
     for plan, index, pass_ in dict.fromkeys(asked):
         choice = plan.selection(pass_).choice
         if choice is None or engine.is_loaded(plan, index, pass_):
@@ -50,16 +49,11 @@ def compile_all(
             if progress is not None:
                 progress(label, done, len(jobs))
     for each in wanted:
-        of, passes = engine.loaded(each.plan, each.device), each.passes(training)
-        runners = (
-            of.forward if "fwd" in passes else None,
-            of.input if "grad-input" in passes else None,
-            of.weight if "grad-weight" in passes else None,
-        )
-        for runner in runners:
+        of = engine.loaded(each.plan, each.device)
+        for runner in map(of.of, each.passes):
             if runner is not None:
                 with torch.cuda.device(each.device):
                     runner.prepared.load()  # what it leaves to its first use
-        if training and each.biased:
-            _ = (of if each.of is None else engine.loaded(each.of.sums, each.device)).bias
+        if each.sums is not None:
+            _ = engine.loaded(each.sums, each.device).bias
     return sorted(lines)
