@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -57,6 +58,27 @@ def gradient_problems() -> st.SearchStrategy[Problem]:
     """
     trusted = problems(dtypes=DTYPES[:3], least=4).filter(lambda p: not cpu.untrusted_gradients(p))
     return st.one_of(problems(dtypes=(torch.float64,)), trusted)
+
+
+_NUMBERS = st.sampled_from((0, 1, 2, 3, -1))
+
+
+@st.composite
+def changed_settings(draw: st.DrawFn, rank: int) -> dict[str, Any]:
+    """Up to three attributes as somebody may set them on a layer: tuples and lists of any length, integers, others."""
+    several = st.lists(_NUMBERS, min_size=1, max_size=3)
+    full = st.lists(_NUMBERS, min_size=rank, max_size=rank)
+    others = st.sampled_from(("same", "valid", "bogus", None, 1.5, True, (True,) * rank, (1.0,) * rank))
+    value = st.one_of(full.map(tuple), full, _NUMBERS, several.map(tuple), others)
+    settings: dict[str, st.SearchStrategy[Any]] = {
+        **dict.fromkeys(("stride", "padding", "output_padding", "dilation"), value),
+        "groups": st.sampled_from((1, 2, 0, -1, 3, True, None)),
+        "padding_mode": st.sampled_from(("zeros", "circular", "bogus")),
+        "kernel_size": full.map(tuple),
+        "in_channels": st.just(7),
+    }
+    names = draw(st.lists(st.sampled_from(list(settings)), max_size=3, unique=True))
+    return {name: draw(settings[name]) for name in names}
 
 
 def operands(p: Problem, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

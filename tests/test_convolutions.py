@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -26,6 +26,7 @@ import upconv
 from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from strategies import changed_settings
 from upconv import convolutions, modules, planner, reference
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
@@ -256,17 +257,12 @@ def test_tracers_see_pytorchs_operator(stand_ins: Kernels, padding: Any) -> None
     torch.testing.assert_close(traced(x), wanted)
 
 
-@pytest.mark.parametrize("changed", (
-    {"padding": "same"}, {"padding": "valid"}, {"padding": "bogus"}, {"padding": [1, 1]}, {"padding": 1}, {"stride": 1},
-    {"stride": 2}, {"stride": [2, 2]}, {"stride": [2]}, {"stride": (0, 1)}, {"stride": (-1, 1)}, {"stride": None},
-    {"stride": (True, True)}, {"stride": (1.0, 1.0)}, {"dilation": [2, 1]}, {"groups": 2}, {"groups": True},
-    {"padding_mode": "circular"}, {"padding_mode": "bogus"}, {"kernel_size": (9, 9)}, {"stride": (1, 1)},
-))  # fmt: skip
-@pytest.mark.parametrize("stride", (1, 2))
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stride=st.sampled_from((1, 2)), changed=changed_settings(2))
 def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
     """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
     x, said = image(), []
-    for one in layer(2, 4, 6, 3, stride, padding=1):
+    for one in layer(2, 4, 4, 3, stride, padding=1):
         for _ in range(3):
             one(x)
         vars(one).update(changed)
@@ -559,21 +555,3 @@ def test_a_model_on_a_gpu(amp: bool, last: bool, monkeypatch: pytest.MonkeyPatch
     assert len(ran) == 2 or (last and len(ran) == 1), "of 3 channels in channels_last it may be PyTorch's"
     for a, b in zip(*results):
         assert ((a - b).norm() / b.norm()).item() < (1e-2 if amp else 1e-3)
-
-
-@hopper
-def test_captured_in_a_graph(everything: None) -> None:
-    """Replays see the weights and inputs that there are then."""
-    ours, theirs = (module.cuda().eval() for module in layer(2, 32, 64, 3, padding=1, dtype=torch.float32))
-    x = torch.randn(4, 32, 40, 40, device="cuda")
-    with torch.no_grad():
-        ours(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = ours(x)
-        for factor in (1.0, -2.0):
-            x.copy_(torch.randn_like(x))
-            for module in (ours, theirs):
-                module.weight.data.mul_(factor)
-            graph.replay()
-            torch.testing.assert_close(out, theirs(x), rtol=2e-3, atol=2e-3)

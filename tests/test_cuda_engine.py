@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import upconv
 from conftest import OURS, Call, _forget_plans, assert_close, make_call
-from situations import error
 from situations.processes import in_threads
 from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
 from strategies import operands
@@ -66,18 +65,6 @@ P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", range(3), ids=("input", "weight", "bias"))
-def test_a_nested_tensor_behind_known_calls_is_pytorchs(place: int, kernels: Kernels) -> None:
-    """PyTorch's guards, which recognise the calls before it, would end the process."""
-    given: list[Tensor] = [torch.randn(2, 4, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(3)]
-    for _ in range(4):
-        upconv.conv_transpose2d(*given)
-    assert any(seen.calls for seen in calls.seen.values()) and "fwd" in kernels.ran()
-    given[place] = torch.nested.nested_tensor(list(given[place].unsqueeze(-1)))
-    found, wanted = (error(lambda f=f: f(*given)) for f in (upconv.conv_transpose2d, torch.conv_transpose2d))
-    assert found == wanted and wanted[0] in ("NotImplementedError", "RuntimeError")
 
 
 def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine: Machine) -> None:
@@ -568,10 +555,12 @@ def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[t
     assert model.training and model.up.training and not model.norm.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert upconv.warmup(model, torch.randn(2, 4, 5, 5)) == []
+    more = upconv.warmup(model, (2, 4, 5, 5), training=True)  # although the forward's kernels are loaded
+    assert more == [f"{pass_} ({k}, {k}) for sm_90a" for pass_ in ("grad-input", "grad-weight") for k in (3, 5)]
+    assert upconv.warmup(model, (2, 4, 5, 5), training=True) == []
     kernels.log.clear()
-    with torch.no_grad():
-        model(torch.randn(2, 4, 5, 5))
-    assert "prepare" not in names(kernels.log)
+    model(torch.randn(2, 4, 5, 5, requires_grad=True)).sum().backward()
+    assert kernels.log and "prepare" not in names(kernels.log)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
 from strategies import excess, gradient_excess, operands, problems
 from upconv import cpu, dispatch, reference
 from upconv.cuda import weights as packed
-from upconv.cuda.compile import jit
 from upconv.problem import Problem
 
 CUDA = pytest.mark.gpu
@@ -124,20 +123,16 @@ def test_weights_are_packed_for_each_pass(kernels: Kernels) -> None:
 SMALL = problems(dtypes=(torch.float64,)).filter(lambda p: p.macs < 400 and p.batch * p.out_channels < 20)
 
 
-def _assert_derivatives(p: Problem, device: str = "cpu") -> None:
-    given_ = tuple(t.detach().to(device).requires_grad_() for t in operands(p)[:3] if t is not None)
+@given(p=SMALL)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_gradcheck_and_gradgradcheck(kernels: Kernels, p: Problem) -> None:
+    leaves = tuple(t.detach().requires_grad_() for t in operands(p)[:3] if t is not None)
 
     def function(*t: Tensor) -> Tensor:
         return call(p, t[0], t[1], t[2] if p.bias else None)
 
-    assert gradcheck(function, given_, fast_mode=True)
-    assert gradgradcheck(function, given_, fast_mode=True)
-
-
-@given(p=SMALL)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_gradcheck_and_gradgradcheck(kernels: Kernels, p: Problem) -> None:
-    _assert_derivatives(p)
+    assert gradcheck(function, leaves, fast_mode=True)
+    assert gradgradcheck(function, leaves, fast_mode=True)
     kernels.ran()
 
 
@@ -248,18 +243,6 @@ def test_a_gradient_penalty_under_autocast(dtype: torch.dtype, rounding: Kernels
     assert not differences(*found, BF16)
 
 
-def test_warmup_for_training_has_the_gradients_too(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "cubin", lambda source, arch, label="": b"")
-    model = nn.Sequential(upconv.ConvTranspose2d(4, 6, 3, 2), upconv.ConvTranspose2d(6, 4, 5)).double()
-    assert upconv.warmup(model, (2, 4, 5, 5)) == ["fwd (3, 3) for sm_90a", "fwd (5, 5) for sm_90a"]
-    more = upconv.warmup(model, (2, 4, 5, 5), training=True)  # although the forward's kernels are loaded
-    assert more == [f"{pass_} ({k}, {k}) for sm_90a" for pass_ in ("grad-input", "grad-weight") for k in (3, 5)]
-    assert upconv.warmup(model, (2, 4, 5, 5), training=True) == []
-    kernels.log.clear()
-    model(torch.randn(2, 4, 5, 5, dtype=torch.float64, requires_grad=True)).sum().backward()
-    assert kernels.log and all(what != "prepare" for what, _ in kernels.log)
-
-
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -317,13 +300,6 @@ def test_gpu_random_problems(p: Problem) -> None:
         single = p.with_(precision="tf32")
         found, operands_ = _on_gpu(single)
         _assert_accurate(single, found, *operands_)
-
-
-@CUDA
-@given(p=SMALL)
-@settings(max_examples=10, deadline=None)
-def test_gpu_gradcheck_and_gradgradcheck(p: Problem) -> None:
-    _assert_derivatives(p, "cuda")
 
 
 @CUDA

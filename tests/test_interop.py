@@ -22,6 +22,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 import upconv
 from conftest import assert_close, assert_equal
 from situations import differences, error
+from standins import Kernels, kernels_fixture  # noqa: F401
+from strategies import changed_settings
 from twins import RANKS, WAYS, assert_computed, image, lines_of, twins
 from upconv import modules
 
@@ -254,34 +256,13 @@ def test_a_patched_output_padding_is_used(rank: int, way: str, where: str, monke
 
 # --- settings changed after construction -----------------------------------------------------------------------------
 
-_NUMBERS = st.sampled_from((0, 1, 2, 3, -1))
-
-
-@st.composite
-def changes(draw: st.DrawFn, rank: int) -> dict[str, Any]:
-    """Attributes as somebody may set them on a layer: tuples, integers, lists, of any length, words, other objects."""
-    several = st.lists(_NUMBERS, min_size=1, max_size=3)
-    full = st.lists(_NUMBERS, min_size=rank, max_size=rank)
-    value = st.one_of(full.map(tuple), full, _NUMBERS, several.map(tuple), st.just("same"), st.none(), st.just(1.5))
-    return draw(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "stride": value, "padding": value, "output_padding": value, "dilation": value,
-                "groups": st.sampled_from((1, 2, 0, -1, 3, True, None)),
-                "padding_mode": st.sampled_from(("zeros", "circular", "bogus")),
-                "kernel_size": full.map(tuple), "in_channels": st.just(7),
-            },
-        )
-    )  # fmt: skip
-
 
 @pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_changed_settings_are_stocks(rank: int, data: st.DataObject) -> None:
     """The same result, or the same error to the letter; both ways and with or without an output_size."""
-    changed = data.draw(changes(rank))
+    changed = data.draw(changed_settings(rank))
     size = data.draw(st.sampled_from((None, None, [10] * rank, [11] * rank, [3])))
     x = image(rank)
     for way in ("accelerated", "class"):
@@ -299,17 +280,19 @@ def test_changed_settings_are_stocks(rank: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize("which", ("input", "weight", "bias"))
 @pytest.mark.parametrize("layout", (torch.strided, torch.jagged), ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_raise_as_stock(way: str, which: str, layout: torch.layout) -> None:
+def test_nested_tensors_raise_as_stock(way: str, which: str, layout: torch.layout, kernels: Kernels) -> None:
+    """Also of a layer whose plain calls are recognised, by guards of PyTorch's that would end the process."""
     ours, theirs = twins(way, 2, 4, 3, 3)
     x = image(2)
     parts = [torch.randn(5, 4, 5), torch.randn(6, 4, 5)]
     nested = torch.nested.nested_tensor(parts, layout=layout)
     for layer in (ours, theirs):
         for _ in range(3):
-            layer(x)  # also of a layer whose plain calls are recognised
+            layer(x)
         if which != "input":
             del layer._parameters[which]
             setattr(layer, which, nested)
+    assert kernels.ran() == ["fwd"] * 3
     given_ = nested if which == "input" else x
     found, wanted = (error(lambda layer=layer: layer(given_)) for layer in (ours, theirs))
     assert found == wanted and not isinstance(wanted, Tensor)

@@ -342,33 +342,6 @@ def test_launches_are_on_pytorchs_current_stream(cold: Path) -> None:
     assert torch.equal(x, filled(100, 1.0))
 
 
-@pytest.mark.gpu
-def test_a_kernel_can_be_loaded_and_launched_while_a_graph_is_captured(cold: Path) -> None:
-    x = torch.zeros(100, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch = real("fill", 128, 0, "Piqf")
-        launch(current(), 1, (x.data_ptr(), 100, 3 << 40, 2.0))
-        launch(current(), 1, (x.data_ptr(), 50, 3 << 40, 1.0))
-    assert not x.any()
-    for _ in range(2):
-        x.zero_()
-        graph.replay()
-        assert torch.equal(x[50:], filled(100, 2.0)[50:]) and torch.equal(x[:50], filled(50, 1.0))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_one_kernel_serves_every_device(cold: Path) -> None:
-    kernel = real("mirror", 256, 60000, "Pi").kernel
-    for device in (1, 0, 1):
-        x = torch.randn(15000, device=f"cuda:{device}")
-        expected = x.flip(0) + 1
-        with torch.cuda.device(device):
-            Launcher(kernel, device, 256, 60000, form("Pi"))(current(), 1, (x.data_ptr(), 15000))
-        assert torch.equal(x, expected)
-
-
 def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two threads that come first both get the one that is kept; what was replaced outlives a launch."""
     counters, like = launch_module.Counters(4), torch.empty(0)

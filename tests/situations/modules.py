@@ -32,16 +32,6 @@ def _weight_norm(layer: nn.Module) -> nn.Module:
         return torch.nn.utils.weight_norm(layer)
 
 
-@situation(
-    "pytorch/pytorch#102981", "A layer under the old weight_norm is copied, after calls with and without gradients"
-)
-def weight_norm_copied(lab: Lab) -> Any:
-    layer, x = lab.done(_weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
-    found = [seen(layer, x), seen(copy.deepcopy(layer), x), step(layer, x)]
-    layer(x)
-    return found, error(lambda: seen(copy.deepcopy(layer), x))
-
-
 @situation("descriptinc/descript-audio-codec#81", "weight_norm is removed and put back on a layer that was called")
 def weight_norm_removed(lab: Lab) -> Any:
     layer, x = lab.done(_weight_norm(lab.layer(16, 8, 16, 8, 4, rank=1))), lab.x(2, 16, 20)
@@ -120,23 +110,6 @@ def _distributed(lab: Lab, model: nn.Module, x: Tensor) -> Any:
     return found, sorted(str(w.message).split("\n")[0] for w in given)
 
 
-@situation("pytorch/pytorch#11476", "DataParallel's replicas have tensors in place of parameters")
-def replicas(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    layer = model[0]
-    replica = layer._replicate_for_data_parallel()
-    for name, p in layer.named_parameters():
-        setattr(replica, name, p * 1)
-    found = step(replica, x, layer.parameters())
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.mul_(0.5)
-    for name, p in layer.named_parameters():
-        setattr(replica, name, p * 1)
-    wrapped = nn.DataParallel(model)
-    return found, step(replica, x, layer.parameters()), seen(replica, x), step(wrapped, x), seen(wrapped, x)
-
-
 @situation(
     "huggingface/accelerate#768", "A hook replaces `forward` on the instance and brings weights for each call only"
 )
@@ -160,29 +133,6 @@ def offloaded(lab: Lab) -> Any:
         kept = {name: value * factor for name, value in kept.items()}
         found += [seen(layer, x), step(layer, x)]
     return found
-
-
-@situation(
-    "huggingface/accelerate#926", "`register_parameter` is patched to put parameters on a device while a model is built"
-)
-def built_by_patched_registration(lab: Lab) -> Any:
-    old = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: Any) -> None:
-        old(module, name, parameter)
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
-        model = lab.model()
-    finally:
-        nn.Module.register_parameter = old  # type: ignore[method-assign]
-    devices = [p.device.type for p in model.parameters()]
-    model.to_empty(device=lab.device)
-    for child in (model[0], model[2]):
-        child.reset_parameters()
-    return devices, step(model, lab.x())
 
 
 @situation("pytorch/pytorch#61519", "An in-place activation follows a layer with a full backward hook")

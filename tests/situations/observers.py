@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,32 +25,6 @@ def flops(lab: Lab) -> Any:
         counts = counter.get_flop_counts()
         found.append({k: {str(op): n for op, n in v.items()} for k, v in counts.items()})
     return found
-
-
-@situation(
-    "facebookresearch/fvcore#78", "A counter reads operators and their `transposed` flag from a trace", ours=False
-)
-def counted_in_a_trace(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = torch.jit.trace(model, (x,), check_trace=False).inlined_graph
-    nodes = [n for n in graph.nodes() if n.kind() == "aten::_convolution"]
-    return [[list(n.inputs())[6].toIValue(), n.output().type().sizes(), n.scopeName()] for n in nodes]
-
-
-@situation("Lyken17/pytorch-OpCounter#20", "Forward hooks see a layer's class, input, output and settings")
-def hooked_counts(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-
-    def count(module: Any, args: Any, out: Tensor) -> None:
-        if isinstance(module, nn.ConvTranspose2d):
-            taps = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
-            found.append([args[0].numel() * taps, out.shape, module.extra_repr()])
-
-    for child in model.modules():
-        child.register_forward_hook(count)
-    return seen(model, x), seen(model, x), found
 
 
 @situation("Lightning-AI/pytorch-lightning#19950", "The profiler runs around training steps, with shapes and stacks")

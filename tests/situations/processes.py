@@ -6,16 +6,13 @@ import copy
 import io
 import pickle
 import threading
-from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from situations import BF16, Lab, Unavailable, seen, situation, step
+from situations import BF16, Lab, seen, situation, step
 
 CPU = ("cpu",)
 
@@ -66,29 +63,6 @@ def forked_training(lab: Lab) -> Any:
     return first, tensors(forked(run)), step(model, x)
 
 
-class _Upsampled(Dataset[Tensor]):
-    def __init__(self, layer: Any, x: Tensor) -> None:
-        self.layer, self.x = layer, x
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Tensor:
-        with torch.no_grad():
-            out: Tensor = self.layer(self.x * (1 + index))[0]
-        return out
-
-
-@situation(
-    "pytorch/pytorch#116369", "DataLoader's workers call a layer that the main process called before", devices=CPU
-)
-def in_workers(lab: Lab) -> Any:
-    layer, x = lab.one(), lab.x()
-    first = seen(layer, x)
-    loaded = list(DataLoader(_Upsampled(layer, x), num_workers=1, timeout=30))
-    return first, [t.clone() for t in loaded], seen(layer, x)
-
-
 @situation(
     "pytorch/pytorch#77732", "A model goes through a queue between processes: its weights stay shared", devices=CPU
 )
@@ -119,7 +93,7 @@ def in_threads(runs: list[Any]) -> list[Any]:
 
 
 @situation("pytorch/pytorch#25683", "Threads train and validate copies of one model at the same time")
-def trainingin_threads(lab: Lab) -> Any:
+def training_in_threads(lab: Lab) -> Any:
     models = [lab.model()]
     models += [copy.deepcopy(models[0]) for _ in range(3)]
     x = lab.x()
@@ -160,25 +134,6 @@ def settings_of_threads(lab: Lab) -> Any:
         return inside, in_threads([inference, autocast, plain, lambda: [seen(model, x) for _ in range(3)]])
 
 
-@situation("ray-project/ray#27998", "cloudpickle sends a model whose class only the sender has")
-def cloudpickled(lab: Lab) -> Any:
-    if find_spec("cloudpickle") is None:
-        raise Unavailable("cloudpickle")
-    import cloudpickle
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = lab.layer(16, 8, 4, 2, 1)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.up(x).relu()
-
-    model, x = lab.done(Net()), lab.x()
-    again = pickle.loads(cloudpickle.dumps(model))
-    return seen(model, x), seen(again, x), step(again, x)
-
-
 @situation("NVIDIA/waveglow#127", "A whole model was saved before layers had a padding_mode")
 def old_pickle(lab: Lab) -> Any:
     model, x, file = lab.model(), lab.x(), io.BytesIO()
@@ -189,29 +144,3 @@ def old_pickle(lab: Lab) -> Any:
     file.seek(0)
     again = torch.load(file, weights_only=False)
     return [m.padding_mode for m in (again[0], again[2])], seen(again, x), step(again, x)
-
-
-@situation("Lightning-AI/pytorch-lightning#8472", "A callback copies a model in the middle of training, hooks and all")
-def copied_in_training(lab: Lab) -> Any:
-    model, x, given = lab.model(), lab.x(), []
-    model[0].register_forward_hook(_note(given))
-    model(x).square().mean().backward()
-    again = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in again.parameters():
-            p.mul_(0.5)
-    found = seen(model, x), seen(again, x), [p.grad for p in again.parameters()], step(again, x)
-    return found, [type(m).__name__ for m in again.modules()], len(given)
-
-
-class _note:
-    """A forward hook that counts, in the same list for all copies."""
-
-    def __init__(self, given: list[int]) -> None:
-        self.given = given
-
-    def __deepcopy__(self, memo: Any) -> _note:
-        return _note(self.given)
-
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        self.given.append(out.numel())

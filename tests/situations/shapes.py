@@ -85,22 +85,6 @@ def float8_weights(lab: Lab) -> Any:
 
 
 @situation(
-    "pytorch/pytorch#136071",
-    "Arguments of a layer are texts, floats, lists, booleans, tensors, None or NumPy's integers",
-    ours=False,
-)
-def odd_arguments(lab: Lab) -> Any:
-    given: list[dict[str, Any]] = [
-        {"stride": "2"}, {"stride": 2.0}, {"stride": (2.5, 2)}, {"stride": [2, 2]}, {"stride": True}, {"stride": (2,)},
-        {"padding": None}, {"padding": torch.tensor(1)}, {"padding": ()}, {"padding_mode": "reflect"},
-        {"dilation": (torch.tensor(1), 1)}, {"output_padding": "1"}, {"groups": 1.0}, {"bias": "yes"},
-        {"stride": np.int64(2), "padding": (np.int64(1), 1)},
-    ]  # fmt: skip
-    x = lab.x(1, 4, 5, 5)
-    return [error(lambda kwargs=kwargs: seen(lab.done(lab.layer(4, 6, 3, **kwargs)), x)) for kwargs in given]
-
-
-@situation(
     "pytorch/pytorch#68775",
     "The input is no tensor, or one that is sparse, quantised or without dimensions",
     ours=False,

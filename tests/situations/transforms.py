@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 from torch.utils.checkpoint import checkpoint
 
-from situations import BF16, Lab, error, seen, situation, step
+from situations import BF16, Lab, error, situation, step
 
 
 def _values(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -33,16 +33,6 @@ def ensemble(lab: Lab) -> Any:
     out = torch.func.vmap(call, in_dims=(0, 0, None))(parameters, buffers, x)
     grads = torch.autograd.grad(out.square().mean(), list(parameters.values()))
     return out.detach(), grads
-
-
-@situation("pytorch/pytorch#88850", "`functional_call` runs a model on other weights, and the model's own stay")
-def called_functionally(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    before = seen(model, x), seen(model, x)
-    others = {name: (p.detach() * 0.5).requires_grad_() for name, p in model.named_parameters()}
-    out = functional_call(model, others, (x,))
-    grads = torch.autograd.grad(out.square().mean(), list(others.values()))
-    return before, out.detach(), grads, seen(model, x)
 
 
 @situation("pytorch/pytorch#53407", "First and second derivatives, batched too, of an empty batch", ours=False)
@@ -89,22 +79,6 @@ def checkpointed_reentrantly(lab: Lab) -> Any:
     out = checkpoint(model, x, use_reentrant=True)
     out.square().mean().backward()
     return out.detach(), x.grad, [p.grad for p in model.parameters()]
-
-
-@situation("pytorch/pytorch#90105", "Checkpoints are nested and contain a gradient of their own")
-def checkpointed_in_checkpoint(lab: Lab) -> Any:
-    layer, last, x = lab.one(), lab.done(lab.layer(16, 4, 2, 2)), lab.x()
-
-    def inner(x: Tensor) -> Any:
-        return checkpoint(layer, x, use_reentrant=False).tanh()
-
-    def outer(x: Tensor) -> Any:
-        y = checkpoint(inner, x, use_reentrant=False)
-        (g,) = torch.autograd.grad(last(y).square().sum(), y, create_graph=True)
-        return y + g
-
-    parameters = [*layer.parameters(), last.weight]
-    return _values(step(lambda x: checkpoint(outer, x, use_reentrant=False), x, parameters))
 
 
 @situation("pytorch/pytorch#61928", "`save_on_cpu` and hooks that round keep what the backward needs elsewhere")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from situations import BF16, Lab, error, seen, situation, step
+from situations import Lab, error, seen, situation, step
 
 
 def _changed(model: nn.Module) -> dict[str, Tensor]:
@@ -46,17 +46,6 @@ def built_on_meta(lab: Lab) -> Any:
     empty = seen(model, torch.empty(2, 16, 7, 6, device="meta"))
     model.load_state_dict(state, assign=True)
     return empty, step(model, lab.x())
-
-
-@situation("pytorch/pytorch#105963", "A state_dict on the meta device is assigned, and the real one loaded back")
-def assigned_meta_state(lab: Lab) -> Any:
-    model, x = lab.model(), lab.x()
-    state = copy.deepcopy(model.state_dict())
-    first = seen(model, x)
-    model.load_state_dict({name: value.to("meta") for name, value in state.items()}, assign=True)
-    mixed = error(lambda: seen(model, x))
-    model.load_state_dict(state, assign=True)
-    return first, mixed if isinstance(mixed, tuple) else "no error", seen(model, x)
 
 
 @contextmanager
@@ -132,33 +121,6 @@ def inference_weights(lab: Lab) -> Any:
     return error(lambda: layer(x).sum().backward()), seen(layer, x.detach())
 
 
-@situation("huggingface/diffusers#5003", "LoRA deltas are added to `weight.data` and taken off again, three in turn")
-def lora_fused(lab: Lab) -> Any:
-    layer, x, found = lab.one(), lab.x(), []
-    for _ in range(3):
-        delta = torch.randn(16, 3, device=lab.device) @ torch.randn(3, 16 * 16, device=lab.device)
-        delta = delta.view_as(layer.weight)
-        found.append(seen(layer, x))
-        layer.weight.data += delta
-        found.append(seen(layer, x))
-        layer.weight.data -= delta
-        found.append(seen(layer, x))
-    return found
-
-
-@situation("open-mmlab/mmengine#266", "An average is exchanged with the weights through the state_dict's tensors")
-def averages_exchanged(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    average = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
-    for _ in range(4):
-        found.append(seen(model, x))
-        for name, value in model.state_dict().items():
-            kept = value.clone()
-            value.copy_(average[name])
-            average[name].copy_(kept)
-    return found
-
-
 @situation("pytorch/pytorch#76501", "Parameters become plain views of one flat parameter, as in FSDP")
 def flat_views(lab: Lab) -> Any:
     layer, x = lab.one(), lab.x()
@@ -175,17 +137,6 @@ def flat_views(lab: Lab) -> Any:
         found += step(layer, x, [flat])
         with torch.no_grad():
             flat.mul_(0.8)
-    return found
-
-
-@situation("qubvel-org/segmentation_models.pytorch#51", "Layers are frozen, thawed and frozen again during training")
-def frozen_and_thawed(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    for first, second in ((False, True), (True, False), (True, True), (False, False), (True, True)):
-        model[0].requires_grad_(first)
-        model[2].requires_grad_(second)
-        out = model(x)
-        found.append([out.requires_grad, *step(model, x)])
     return found
 
 
@@ -212,20 +163,6 @@ def other_dtypes(lab: Lab) -> Any:
     return found, error(lambda: seen(model, x.bfloat16()))
 
 
-@situation(
-    "google-ai-edge/litert-torch#1061", "Layers are made and dropped in turn: new weights at the address of old ones"
-)
-def one_address(lab: Lab) -> Any:
-    x, found = lab.x(), []
-    for _ in range(6):
-        layer = lab.one(bias=False)
-        found += [seen(layer, x), seen(layer, x), *step(layer, x)]
-        layer.weight = nn.Parameter(torch.randn(16, 16, 4, 4, device=lab.device))
-        found.append(seen(layer, x))
-        del layer
-    return found
-
-
 @situation("huggingface/accelerate#1315", "A model moves to the CPU, changes there, and moves back", devices=("cuda",))
 def moved_to_and_fro(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
@@ -238,28 +175,6 @@ def moved_to_and_fro(lab: Lab) -> Any:
         found.append(seen(model, x.cpu()).to(lab.device))
         model.to(lab.device)
     return found, step(model, x)
-
-
-@situation(
-    "vllm-project/vllm-ascend#7473", "Weights are copied over the old ones of a captured CUDA graph", devices=("cuda",)
-)
-def captured_inference(lab: Lab) -> Any:
-    model, x, found = lab.model().requires_grad_(False), lab.x(), []
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            model(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = model(x)
-    for _ in range(3):
-        for p in model.parameters():
-            p.data.copy_(torch.randn_like(p) * 0.1)
-        graph.replay()
-        found += [out.clone(), seen(model, x)]
-    return found
 
 
 @situation(
@@ -277,24 +192,4 @@ def graphed_training(lab: Lab) -> Any:
         out.square().mean().backward()
         optimiser.step()
         found += [out.detach().clone(), seen(model, x)]
-    return found
-
-
-@situation(
-    "pytorch/pytorch#119873",
-    "A loss scaler skips a step whose float16 gradients overflow",
-    devices=("cuda",),
-    tolerance=BF16,
-)
-def scaled_training(lab: Lab) -> Any:
-    model, x, found = lab.model(), lab.x(), []
-    optimiser, scaler = torch.optim.SGD(model.parameters(), lr=0.2), torch.amp.GradScaler(lab.device, 2.0**36)
-    for _ in range(6):
-        optimiser.zero_grad()
-        with torch.autocast(lab.device, torch.float16):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimiser)
-        scaler.update()
-        found += [seen(model, x), scaler.get_scale() < 2.0**36]
     return found
