@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import count, product
 from pathlib import Path
@@ -34,7 +31,7 @@ from upconv import autograd, cpu, dispatch, planner
 from upconv.cuda import engine
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
-from upconv.cuda.gpu import H200, gpu
+from upconv.cuda.gpu import gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls, replays
@@ -363,81 +360,7 @@ def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
         yield forced
 
 
-# --- kernels without a GPU, graphs with one --------------------------------------------------------------------------
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
-    """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
-    import_module("upconv.cuda.prepared")  # which families import late
-    for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
-        if not module.__name__.startswith("upconv.cuda.compile."):
-            for name in names.keys() & vars(module).keys():
-                monkeypatch.setattr(module, name, names[name])
-
-
-def arguments_of(form: str, args: tuple[Any, ...]) -> Iterator[int]:
-    """A launch's arguments one by one, strings of them taken apart (`Launcher`)."""
-    for kind, given in zip(re.findall(r"Q|\d+s", form), args, strict=True):
-        if kind == "Q":
-            yield given
-            continue
-        assert len(given) == struct.calcsize(kind)
-        yield from struct.unpack(f"<{len(given) // 8}q", given)
-
-
-@dataclass
-class Stubs:
-    """What was loaded and launched in the place of an H200's kernels."""
-
-    loaded: list[str] = field(default_factory=list)
-    launched: list[tuple[str, int, bool]] = field(default_factory=list)
-    """Entry, blocks, and whether it is the dependent of the launch before."""
-    arguments: list[tuple[Any, ...]] = field(default_factory=list)
-    """Of each launch."""
-    act: Callable[[tuple[Any, ...]], object] = field(default=lambda args: None)
-    """What a launch does with its arguments."""
-
-    def names(self) -> list[str]:
-        return [name for name, *_ in self.launched]
-
-
-@pytest.fixture
-def stubs(monkeypatch: pytest.MonkeyPatch) -> Stubs:
-    """Kernels of the families of gradients are names that are noted, on tensors of the CPU."""
-    found = Stubs()
-
-    class Launcher:
-        def __init__(
-            self, name: str, device: int, threads: int, shared: int, form: str, cooperative: bool = False
-        ) -> None:
-            self.name, self.form = name + " together" * cooperative, form
-
-        def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
-            found.launched.append((self.name, grid, dependent))
-            found.arguments.append(tuple(arguments_of(self.form, args)))
-            found.act(found.arguments[-1])
-
-        def clusters(self, blocks: int) -> int:
-            return 132
-
-    def kernel(source: str, entry: str, arch: str, label: str) -> str:
-        found.loaded.append(entry)
-        return entry
-
-    def encode(of: Any, address: int) -> bytes:
-        return struct.pack("<16Q", *[address + of.tensor.begin] * 16)
-
-    monkeypatch.setattr(jit, "kernel", kernel)
-    stand_in(
-        monkeypatch,
-        Launcher=Launcher,
-        gpu_of=lambda device: H200,
-        cluster_fits=lambda device, blocks: True,
-        bind=lambda device: None,
-        stream_handle=lambda stream: stream,
-        encode=encode,
-    )
-    return found
+# --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 HOPPER = [

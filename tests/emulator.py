@@ -1,5 +1,7 @@
 """Kernels on a CPU, from their own source: a stand-in for the driver, by which a family's launches run on CPU tensors.
 
+Or are noted alone (`stubs`).
+
 ``host/machine.h`` is the GPU; ``host/ptx_host.h`` and ``host/wgmma_host.h`` stand for the headers that have PTX.
 """
 
@@ -8,16 +10,18 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
+import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from conftest import compiled_for_host, stand_in
+from conftest import compiled_for_host
 from upconv.cuda.compile import jit, launch
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.launches import Map
@@ -70,6 +74,25 @@ class Code:
         return int(found[1] or found[2]) if found else 1
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    """Puts these in the place of what modules of kernels import by the names (their launchers, their tensor maps)."""
+    import_module("upconv.cuda.prepared")  # which families import late
+    for module in [one for name, one in sys.modules.items() if name.startswith("upconv.cuda.")]:
+        if not module.__name__.startswith("upconv.cuda.compile."):
+            for name in names.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, names[name])
+
+
+def arguments_of(form: str, args: tuple[Any, ...]) -> Iterator[int]:
+    """A launch's arguments one by one, strings of them taken apart (`Launcher`)."""
+    for kind, given in zip(re.findall(r"Q|\d+s", form), args, strict=True):
+        if kind == "Q":
+            yield given
+            continue
+        assert len(given) == struct.calcsize(kind)
+        yield from struct.unpack(f"<{len(given) // 8}q", given)
+
+
 @dataclass
 class Emulator:
     """What launches are made of.
@@ -82,13 +105,21 @@ class Emulator:
     seed: int = 0
     mutate: Callable[[str], str] = str
     codes: dict[str, Code] = field(default_factory=dict)
-    launched: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    """The entries that were asked for."""
+    launched: list[tuple[str, int, bool]] = field(default_factory=list)
+    """Entry, blocks, and whether it is the dependent of the launch before."""
+    arguments: list[tuple[int, ...]] = field(default_factory=list)
+    """Of each launch."""
+    act: Callable[[str, bool], object] = lambda entry, cooperative: None
+    """What a launch does first, with its entry and whether its blocks wait for each other."""
     counters: list[torch.Tensor] = field(default_factory=list)
     """Zeros that kernels count in, and leave as zeros."""
     blocks: Callable[[str, int], Iterable[range]] = lambda entry, grid: (range(grid),)
     """Of a kernel's grid those that run."""
 
     def kernel(self, source: str, entry: str, arch: str, label: str = "") -> tuple[Code, str]:
+        self.loaded.append(entry)
         code = self.codes.setdefault(source, Code(self.mutate(source)))
         if entry not in code.entries:
             code.entries.append(entry)
@@ -107,19 +138,21 @@ class _Launcher:
     ) -> None:
         self._emulator, (self._code, self._entry) = emulator, kernel
         self._threads, self._shared, self._cooperative = threads, shared, cooperative
-        self._struct = struct.Struct("<" + form)
+        self._form = form
 
     def __call__(self, stream: Any, grid: int, args: tuple[Any, ...], dependent: bool = False) -> None:
         e = self._emulator
-        e.launched.append(self._entry)
+        e.launched.append((self._entry, grid, dependent))
+        e.arguments.append(tuple(arguments_of(self._form, args)))
+        e.act(self._entry, self._cooperative)
         together = grid if self._cooperative else self._code.cluster
         if not self._shared:  # it is a static array, which blocks have in common
             together = 1
         elif together == 1:
             together += e.seed // 2 % 2
-        run = self._code.function(self._entry)
-        arguments = self._struct.pack(*args)
+        arguments = struct.pack("<" + self._form, *args)
         for blocks in e.blocks(self._entry, grid):
+            run = self._code.function(self._entry)
             wrong = run(grid, self._threads, self._shared, arguments, together, e.seed, blocks.start, blocks.stop)
             assert wrong is None, f"{self._entry}: {wrong.decode()}"
 
@@ -160,3 +193,10 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> Emulator:
         encode=encode,
     )
     return found
+
+
+@pytest.fixture
+def stubs(emulator: Emulator) -> Emulator:
+    """The same, whose launches are noted and not run."""
+    emulator.blocks = lambda entry, grid: ()
+    return emulator

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Stubs
 from drawn import FAMILIES, choices
+from emulator import Emulator, emulator, stubs
 from results import laid_out
 from upconv.cuda import launches, recording
 from upconv.cuda import prepared as prepared_module
@@ -23,6 +23,8 @@ from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Map, Pointer, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
+
+__all__ = ["emulator", "stubs"]
 
 WIDE = Problem.make(16, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # many tiles for a multiprocessor
 
@@ -66,7 +68,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_load_nothing_that_a_warm_up_did_not(family: str, stubs: Stubs, stream: list[int]) -> None:
+def test_calls_load_nothing_that_a_warm_up_did_not(family: str, stubs: Emulator, stream: list[int]) -> None:
     for choice, p in islice(choices(family), 3):
         prepared = choice.prepare(0)
         assert not prepared.loaded
@@ -79,7 +81,7 @@ def test_calls_load_nothing_that_a_warm_up_did_not(family: str, stubs: Stubs, st
                 assert not stubs.loaded, (choice, lasting)
 
 
-def test_no_launch_overlaps_with_a_copy_that_it_reads(stubs: Stubs, stream: list[int]) -> None:
+def test_no_launch_overlaps_with_a_copy_that_it_reads(stubs: Emulator, stream: list[int]) -> None:
     """A kernel that reads pixels at 16 bytes gets a copy of others; without one, launches do overlap."""
     copied = overlapping = 0
     for choice, p in (one for family in FAMILIES for one in islice(choices(family), 2)):
@@ -103,7 +105,7 @@ TOGETHER = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, precision="
 
 
 @pytest.mark.parametrize(("family", "p"), [(gather, WIDE), (wgrad, TOGETHER)], ids=("gather", "wgrad"))
-def test_streams_have_counters_of_their_own(family: Any, p: Problem, stubs: Stubs, stream: list[int]) -> None:
+def test_streams_have_counters_of_their_own(family: Any, p: Problem, stubs: Emulator, stream: list[int]) -> None:
     """Zeros, as kernels leave them; a call that may leave nothing behind has none."""
     prepared = family.choose(p, H200).prepare(0)
     for lasting in (False, True):
@@ -118,7 +120,7 @@ def test_streams_have_counters_of_their_own(family: Any, p: Problem, stubs: Stub
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_too_many_blocks_for_a_stream_take_two_launches(dtype: torch.dtype, stubs: Stubs, stream: list[int]) -> None:
+def test_too_many_blocks_for_a_stream_take_two_launches(dtype: torch.dtype, stubs: Emulator, stream: list[int]) -> None:
     """Of a part of the GPU. Other errors rise, and elsewhere blocks that wait for each other are launched as before."""
     p = TOGETHER.with_(dtype=dtype, precision="tf32" if dtype is torch.float32 else "bf16")
     choice = wgrad.choose(p, H200)
@@ -127,14 +129,16 @@ def test_too_many_blocks_for_a_stream_take_two_launches(dtype: torch.dtype, stub
     x, g, out = (torch.empty(shape, dtype=dtype) for shape in (p.input_shape, p.output_shape, p.weight_shape))
 
     def run(error: Exception | None) -> list[str]:
-        def act(args: tuple[Any, ...]) -> None:
-            if error is not None and stubs.names()[-1] == "wgrad_whole together":
+        entries: list[str] = []
+
+        def act(entry: str, cooperative: bool) -> None:
+            entries.append(entry + " together" * cooperative)
+            if error is not None and cooperative:
                 raise error
 
         stubs.act = act
-        stubs.launched.clear()
         prepared.run(x, g, out, lasting=True)
-        return stubs.names()
+        return entries
 
     assert run(None) == ["wgrad_whole together"]
     with pytest.raises(launch.LaunchError, match="LAUNCH_FAILED"):
@@ -152,7 +156,7 @@ FEW_TILES = (
 
 @pytest.mark.parametrize("p", FEW_TILES, ids=str)
 def test_where_no_cluster_fits_blocks_have_tiles_of_their_own(
-    p: Problem, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+    p: Problem, stubs: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a part of a device; decided before the first call, with either form of the weights."""
     chosen = gather.choose(p, H200)
@@ -185,7 +189,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: Stubs, monkeypatch: Any) -> None:
+def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: Emulator, monkeypatch: Any) -> None:
     """Of every form of a call: known operands, the result among them, blocks and threads; what is launched is these.
 
     The recording has the same steps, with an address for each pointer and each map (`upconv.cuda.recording`).
@@ -210,8 +214,7 @@ def test_records_are_well_formed_and_are_what_is_launched(family: str, stubs: St
             stubs.launched.clear()
             stubs.arguments.clear()
             program(places, [t.data_ptr() for t in places], True)
-            launched = [(name.removesuffix(" together"), grid) for name, grid, _ in stubs.launched]
-            assert launched == [(one.entry, one.grid) for one in records]
+            assert [launched[:2] for launched in stubs.launched] == [(one.entry, one.grid) for one in records]
             at = {a.operand: i for i, a in enumerate(used) if a.operand != ""}
             for one, args in zip(records, stubs.arguments):
                 step = recording.step(one, 7, at, True)

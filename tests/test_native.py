@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import upconv
-from conftest import arguments_of, assert_equal, needs_gxx
+from conftest import assert_equal, needs_gxx
+from emulator import arguments_of
 from situations import differences
 from situations.processes import in_threads
 from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
