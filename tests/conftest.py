@@ -151,6 +151,20 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of what NVRTC is asked to compile, while it compiles it."""
+    asked: list[str] = []
+    real = nvrtc.build
+
+    def counted(source: str, arch: str, label: str, *given: Any) -> nvrtc.Built:
+        asked.append(label)
+        return real(source, arch, label, *given)
+
+    monkeypatch.setattr(nvrtc, "build", counted)
+    return asked
+
+
 BARE = f"""
 import sys, types
 sys.modules["upconv"] = types.ModuleType("upconv")

@@ -19,13 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import BARE
+from conftest import BARE, needs_nvrtc
 from measured import command
 from situations.processes import in_threads
 from upconv import env
 from upconv.cuda.compile import cache, jit, nvrtc
-
-compiles = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 SOURCE = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] *= 2; }\n'
 NAME = f"sm_80-{'0123456789abcdef' * 4}.cubin"
@@ -45,18 +43,6 @@ def compile_again(source: str = SOURCE, arch: str = "80") -> bytes:
 
 def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.cubin"))
-
-
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    asked: list[str] = []
-    real = nvrtc.build
-
-    def counted(*arguments: Any) -> bytes:
-        asked.append(arguments[1])
-        return real(*arguments)
-
-    monkeypatch.setattr(nvrtc, "build", counted)
-    return asked
 
 
 # --- entries ---------------------------------------------------------------------------------------------------------
@@ -155,7 +141,7 @@ def test_processes_that_write_and_make_room_do_not_harm_each_other(
     assert len(entries(folder)) <= 12 + 4
 
 
-@compiles
+@needs_nvrtc
 def test_cubins_in_memory_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads compile although it is always reached."""
     monkeypatch.setattr(jit, "_MOST_CUBINS", 1)
@@ -179,34 +165,6 @@ def python(code: str, *arguments: str, check: bool = True) -> subprocess.Complet
     return done
 
 
-RACE = """
-import hashlib
-gates = [os.pipe() for _ in range(8)]
-children = []
-for read, write in gates:  # nothing of NVRTC is loaded yet, so each child loads and compiles by itself
-    child = os.fork()
-    if not child:
-        os.read(read, 1)
-        code = b"".join(hashlib.sha256(jit.cubin(SOURCE + "//" + n, "80")).digest() for n in "abc")
-        os.write(1, hashlib.sha256(code).hexdigest().encode() + b"\\n")
-        os._exit(0)
-    children.append(child)
-for _, write in gates:
-    os.write(write, b"x")
-assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-"""
-
-
-@compiles
-def test_eight_processes_race_on_a_cold_cache(folder: Path) -> None:
-    done = python(RACE)
-    digests = done.stdout.split()
-    assert len(digests) == 8 and len(set(digests)) == 1 and done.stderr == ""
-    names = {p.name for p in folder.iterdir()}
-    assert names == {f"sm_80-{nvrtc.key(SOURCE + '//' + n, '80')}.cubin" for n in "abc"}
-    assert all(cache.read(name) is not None for name in names)
-
-
 KILLED = """
 import signal
 os.replace = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
@@ -214,22 +172,12 @@ jit.cubin(SOURCE, "80")
 """
 
 
-@compiles
-def test_a_process_killed_in_the_middle_leaves_nothing_that_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_nvrtc
+def test_a_process_killed_in_the_middle_leaves_nothing_that_counts(folder: Path, compilations: list[str]) -> None:
     assert python(KILLED, check=False).returncode == -signal.SIGKILL
     assert len(list(folder.glob(".*.tmp"))) == 1 and entries(folder) == []
-    asked = compilations(monkeypatch)
     compile_again()
-    assert asked == ["80"] and len(entries(folder)) == 1
-
-
-@compiles
-def test_the_next_process_compiles_nothing(folder: Path) -> None:
-    jit.cubin(SOURCE, "90a")
-    out = python("jit.nvrtc.build = None\nprint(len(jit.cubin(SOURCE, '90a')))").stdout
-    assert int(out) == len(jit.cubin(SOURCE, "90a"))
+    assert len(compilations) == len(entries(folder)) == 1
 
 
 # --- directories -----------------------------------------------------------------------------------------------------
@@ -248,7 +196,7 @@ def test_where_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not (tmp_path / "home").exists()
 
 
-@compiles
+@needs_nvrtc
 @pytest.mark.parametrize("value", ["cache", "./cache", "~/cache"])
 def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """It would be another one in each working directory."""
@@ -265,7 +213,7 @@ def test_a_relative_directory_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache.directory() is None
 
 
-@compiles
+@needs_nvrtc
 def test_a_new_directory_is_the_users_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nested = folder / "a" / "b"
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(nested))
@@ -275,23 +223,6 @@ def test_a_new_directory_is_the_users_alone(folder: Path, monkeypatch: pytest.Mo
     finally:
         os.umask(before)
     assert stat.S_IMODE(nested.stat().st_mode) == 0o700 and len(entries(nested)) == 1
-
-
-def only_in_memory(monkeypatch: pytest.MonkeyPatch, reason: str, folder: Path) -> None:
-    """Two compilations work, are kept in memory, and give one warning between them."""
-    asked = compilations(monkeypatch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        code = jit.cubin(SOURCE, "80")
-        jit.cubin(SOURCE, "86")
-        assert jit.cubin(SOURCE, "80") is code
-        assert compile_again() == code
-        with pytest.raises(nvrtc.CompileError, match="source: not kept"):
-            jit.cubin("wrong", "80")
-    assert asked == ["80", "86", "80", "80"]
-    assert [w.category for w in caught] == [RuntimeWarning]
-    message = str(caught[0].message)
-    assert str(folder) in message and re.search(reason, message), message
 
 
 def _planted(folder: Path, patch: pytest.MonkeyPatch, mode: int) -> None:
@@ -332,30 +263,41 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@compiles
+@needs_nvrtc
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_directory_that_is_no_good_costs_a_warning(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written or left there, and nothing of it is read."""
+def test_a_directory_that_is_no_good_costs_a_warning(
+    case: str, folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One, and kernels are in memory alone. Nothing is written or left there, and nothing of it is read."""
     prepare, reason = REFUSED[case]
     prepare(folder, monkeypatch)
     before = sorted(folder.iterdir()) if folder.is_dir() else []
-    only_in_memory(monkeypatch, reason, folder)
+    with pytest.warns() as caught:
+        code = jit.cubin(SOURCE, "80")
+        jit.cubin(SOURCE, "86")
+        assert jit.cubin(SOURCE, "80") is code
+        assert compile_again() == code
+        with pytest.raises(nvrtc.CompileError, match="source: not kept"):
+            jit.cubin("wrong", "80")
+    assert len(compilations) == 4
+    assert [w.category for w in caught] == [RuntimeWarning]
+    message = str(caught[0].message)
+    assert str(folder) in message and re.search(reason, message), message
     assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
 
 
-@compiles
+@needs_nvrtc
 @pytest.mark.parametrize("value", ["off", "OFF", "0"])
 def test_switched_off_it_is_silent_and_writes_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+    value: str, folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UPCONV_CACHE", value)
-    asked = compilations(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jit.cubin(SOURCE, "80")
         jit.cubin(SOURCE, "80")
         compile_again()
-    assert asked == ["80", "80"] and not folder.exists()
+    assert len(compilations) == 2 and not folder.exists()
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -20,18 +20,6 @@ from upconv.cpu import rule
 from upconv.problem import Problem
 
 
-@given(p=problems())
-@settings(max_examples=1000 if EVERY else 300, deadline=None)
-def test_every_admitted_plan_computes_the_forward(p: Problem) -> None:
-    x, w, b, _ = operands(p)
-    for plan in cpu.FORWARD_PLANS:
-        if cpu.refusal(p, plan) is None:
-            event(plan)
-            out = cpu.forward(p, plan, x, w, b)
-            assert tuple(out.shape) == p.output_shape and out.dtype is p.dtype
-            assert forward_excess(p, out, x, w, b, native=plan == "native") <= 1, plan
-
-
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("groups", (1, 2, 4))
 def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None:
@@ -67,14 +55,15 @@ def test_taps_that_all_miss_the_input(layout, size, kernel, stride, padding, out
             assert forward_excess(p, cpu.forward(p, plan, x, w, b), x, w, b, native=False) <= 1, plan
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Batches, groups and channels are taken in parts from 32 results on, not from millions."""
-    for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
-        monkeypatch.setattr(cpu.run, name, 32)
-    monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
-    monkeypatch.setattr(cpu.run, "_SHARE", 1 / 4)
-    monkeypatch.setattr(cpu.run, "_SHARE_BYTES", 0)
+@pytest.fixture(params=(False, True), ids=("whole", "in parts"))
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Batches, groups and channels are taken in parts from millions of results on, or already from 32."""
+    if request.param:
+        for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
+            monkeypatch.setattr(cpu.run, name, 32)
+        monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
+        monkeypatch.setattr(cpu.run, "_SHARE", 1 / 4)
+        monkeypatch.setattr(cpu.run, "_SHARE_BYTES", 0)
     cpu.run._geometry.cache_clear()
     yield
     cpu.run._geometry.cache_clear()
@@ -82,13 +71,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @given(p=problems())
 @settings(
-    max_examples=500 if EVERY else 150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=1000 if EVERY else 200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_results_in_parts_are_the_same(small_parts: None, p: Problem) -> None:
+def test_every_admitted_plan_computes_the_forward(parts: None, p: Problem) -> None:
     x, w, b, _ = operands(p)
     for plan in cpu.FORWARD_PLANS:
         if cpu.refusal(p, plan) is None:
+            event(plan)
             out = cpu.forward(p, plan, x, w, b)
+            assert tuple(out.shape) == p.output_shape and out.dtype is p.dtype
             assert forward_excess(p, out, x, w, b, native=plan == "native") <= 1, plan
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from conftest import OURS, Call, _forget_plans, assert_close, make_call
+from conftest import OURS, Call, assert_close, make_call
 from situations.processes import in_threads
 from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
 from strategies import operands
-from upconv import dispatch, planner, reference
+from upconv import dispatch, reference
 from upconv.compiler.arguments import text_of
-from upconv.cuda import engine, families, gpu
+from upconv.cuda import engine
 from upconv.cuda import weights as packed
 from upconv.cuda.compile import driver, jit
-from upconv.planner import Candidate, Device, Plan
+from upconv.planner import Candidate, Plan
 from upconv.problem import Problem
 from upconv.replay import calls
 
@@ -383,53 +384,19 @@ def test_float32_precision_follows_pytorchs_setting(settings_of_precision: Any) 
         cudnn.rnn.fp32_precision = "tf32"
 
 
-class _OnCuda:
-    """A tensor's description as `dispatch.find_plan` reads it, on a CUDA device that need not be there."""
-
-    def __init__(self, t: Tensor) -> None:
-        self._t = t
-        self.dtype, self.shape, self.layout = t.dtype, t.shape, t.layout
-        self.device, self.is_cuda, self.is_cpu = torch.device("cuda", 0), True, False
-
-    def get_device(self) -> int:
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._t, name)
-
-
-@pytest.fixture
-def cuda_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Problem | None]]:
-    """The problem that a call would be on an H200."""
-    _forget_plans()
-    monkeypatch.setattr(planner, "cuda_device", lambda index: Device("cuda", gpu=gpu.H200))
-    monkeypatch.setattr(families, "choose", lambda p, g, general=False: {"stand-in": StandIn(p, [])})
-
-    def find(x: Tensor, w: Tensor, **kwargs: Any) -> Problem | None:
-        arguments = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1, **kwargs}
-        fake: Any = (_OnCuda(x), _OnCuda(w))
-        plan = dispatch.find_plan(w.dim() - 2, *fake, None, *arguments.values())
-        return None if plan is None else plan.problem
-
-    yield find
-    monkeypatch.undo()
-    _forget_plans()
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("rank", (1, 2, 3))
-def test_memory_format_rule(rank: int, dtype: torch.dtype, cuda_plans: Any) -> None:
+def test_memory_format_rule(rank: int, dtype: torch.dtype) -> None:
     """channels_last where either operand is, but for float64; 1-D always contiguous (``ConvUtils.h``)."""
     x, w = torch.randn(2, 4, *(5,) * rank, dtype=dtype), torch.randn(4, 3, *(3,) * rank, dtype=dtype)
-    formats: list[Any] = [
-        torch.contiguous_format,
-        *([{2: torch.channels_last, 3: torch.channels_last_3d}[rank]] if rank > 1 else []),
-    ]
-    for x_format in formats:
-        for w_format in formats:
-            p = cuda_plans(x.contiguous(memory_format=x_format), w.contiguous(memory_format=w_format))
-            either = torch.contiguous_format is not x_format or torch.contiguous_format is not w_format
-            assert p.layout == ("channels_last" if either and dtype is not torch.float64 else "nchw")
+    usual = torch.contiguous_format
+    formats = [usual, {2: torch.channels_last, 3: torch.channels_last_3d}.get(rank, usual)]
+    arguments = (1,) * rank, (0,) * rank, (0,) * rank, 1, (1,) * rank, dtype, None, H200
+    for x_format, w_format in product(formats, formats):
+        of = [(t.shape, t.contiguous(memory_format=f).stride()) for t, f in ((x, x_format), (w, w_format))]
+        plan = dispatch.resolve(rank, *of[0], *of[1], None, *arguments)
+        last = {x_format, w_format} != {usual} and dtype is not torch.float64
+        assert plan is not None and plan.problem.layout == ("channels_last" if last else "nchw")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)

@@ -21,7 +21,7 @@ from conftest import EVERY, OURS, THEIRS, Call, assert_equal, make_call
 from situations import BF16, differences
 from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
 from strategies import excess, gradient_excess, operands, problems
-from upconv import cpu, dispatch, reference
+from upconv import dispatch, reference
 from upconv.cuda import weights as packed
 from upconv.problem import Problem
 
@@ -300,48 +300,6 @@ def test_gpu_random_problems(p: Problem) -> None:
         single = p.with_(precision="tf32")
         found, operands_ = _on_gpu(single)
         _assert_accurate(single, found, *operands_)
-
-
-@CUDA
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("last", (False, True), ids=("NCHW", "channels_last"))
-@pytest.mark.parametrize(
-    "layer",
-    (
-        ((2, 48, 9, 14), (48, 40, 4, 4), {"stride": 2, "padding": 1}),  # tensor cores
-        ((2, 20, 5, 6, 7), (20, 12, 3, 3, 3), {"stride": 2, "padding": 1}),
-        ((2, 64, 13, 11), (64, 16, 3, 3), {"groups": 2, "dilation": 2}),
-        ((3, 32, 12, 10), (32, 1, 4, 4), {"stride": 2, "padding": 1, "groups": 32}),  # CUDA cores
-    ),
-    ids=str,
-)
-def test_gpu_autocast_rounds_as_a_cast_does(layer: Any, last: bool, dtype: torch.dtype) -> None:
-    """Outputs and gradients of float32 weights under autocast: those of rounded ones, to the bit once rounded."""
-    shape, weight_shape, options = layer
-    rank = len(shape) - 2
-    call = (None, None, upconv.conv_transpose2d, upconv.conv_transpose3d)[rank]
-    assert call is not None
-    form = cpu.memory_format("channels_last" if last else "nchw", rank)
-    torch.manual_seed(0)
-    x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=form)
-    w = torch.randn(weight_shape, device="cuda").contiguous(memory_format=form) / 8
-    b = torch.randn(weight_shape[1] * options.get("groups", 1), device="cuda")
-    rounded = [t.detach().to(dtype).requires_grad_() for t in (x, w, b)]
-    single = [t.requires_grad_() for t in (x, w, b)]
-    with upconv.strict(True):
-        wanted = call(*rounded, **options)
-        with torch.autocast("cuda", dtype=dtype):
-            out = call(*single, **options)
-        with torch.no_grad(), torch.autocast("cuda", dtype=dtype):  # kept weights, twice
-            again = [call(*single, **options) for _ in range(2)]
-        grad = torch.randn_like(out)
-        theirs, ours = torch.autograd.grad(wanted, rounded, grad), torch.autograd.grad(out, single, grad)
-    for found in (out, *again):
-        assert found.dtype is dtype and torch.equal(found, wanted)
-    assert [t.dtype for t in ours] == [dtype, torch.float32, torch.float32]
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].to(dtype), theirs[1])
-    assert ours[1].stride() == theirs[1].stride()
-    assert reference.relative_error(ours[2], grad.double().sum((0, *range(2, grad.dim())))) < 1e-5
 
 
 @CUDA

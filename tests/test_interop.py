@@ -130,44 +130,6 @@ def test_fused_as_stock() -> None:
         assert_computed(found, x, wanted(x))
 
 
-def _static(model: nn.Module, x: Tensor) -> nn.Module:
-    from torch.ao import quantization as q
-
-    model = nn.Sequential(q.QuantStub(), model, q.DeQuantStub()).eval()
-    model.qconfig = q.default_qconfig  # type: ignore[assignment]
-    prepared = q.prepare(model)
-    prepared(x)
-    return q.convert(prepared)
-
-
-def _by_graph(model: nn.Module, x: Tensor) -> nn.Module:
-    from torch.ao.quantization import default_qconfig, get_default_qconfig_mapping, quantize_fx
-
-    prepared = quantize_fx.prepare_fx(model, get_default_qconfig_mapping().set_global(default_qconfig), (x,))
-    prepared(x)
-    return quantize_fx.convert_fx(prepared)
-
-
-def _dynamic(model: nn.Module, x: Tensor) -> nn.Module:
-    from torch.ao import quantization as q
-    from torch.ao.nn.quantized import dynamic
-
-    mapping = {**q.get_default_dynamic_quant_module_mappings(), nn.ConvTranspose2d: dynamic.ConvTranspose2d}
-    return q.quantize_dynamic(model, {nn.ConvTranspose2d: q.default_dynamic_qconfig}, mapping=mapping)
-
-
-@quantized
-@pytest.mark.parametrize("quantise", (_static, _by_graph, _dynamic))
-def test_quantised_as_stock(quantise: Callable[[nn.Module, Tensor], nn.Module]) -> None:
-    """To the last bit, by the same quantised layers."""
-    x = torch.randn(2, 3, 6, 7)
-    wanted, found = (quantise(model, x) for model in (decoder(), upconv.accelerate(decoder())))
-    kinds, others = ([f"{type(m).__module__}.{type(m).__name__}" for m in model.modules()] for model in (found, wanted))
-    assert kinds == others and any(".quantized." in kind and kind.endswith("ConvTranspose2d") for kind in kinds)
-    assert not any(type(m) is nn.ConvTranspose2d for m in found.modules())
-    assert_equal(found(x), wanted(x))
-
-
 # --- profilers and other patches -------------------------------------------------------------------------------------
 
 

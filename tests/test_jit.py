@@ -9,12 +9,11 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from conftest import BARE
+from conftest import BARE, needs_nvrtc
 from situations.processes import in_threads
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, gpu
@@ -23,7 +22,6 @@ GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 TARGETS = [g.arch for g in GPUS]
 
 pytestmark = pytest.mark.usefixtures("cold")
-compiles = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # Entries with static shared memory, without any, and with an array indexed at run time, which lives in local memory.
 SOURCE = """
@@ -58,24 +56,10 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The labels of what NVRTC is asked to compile, while it compiles it."""
-    asked: list[str] = []
-    real = nvrtc.build
-
-    def counted(source: str, arch: str, label: str, *given: Any) -> nvrtc.Built:
-        asked.append(label)
-        return real(source, arch, label, *given)
-
-    monkeypatch.setattr(nvrtc, "build", counted)
-    return asked
-
-
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-@compiles
+@needs_nvrtc
 def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None:
     """An empty log is one NUL, which must not be written into the object that every ``b" "`` is."""
     program = (
@@ -89,13 +73,13 @@ def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (0, b"two words\n"), done.stderr.decode()
 
 
-@compiles
+@needs_nvrtc
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_target_compiles(arch: str) -> None:
     assert set(jit.kernels_of(jit.cubin(SOURCE, arch, "x.cu"))) == {"reversed", "plain", "dynamic", "local"}
 
 
-@compiles
+@needs_nvrtc
 def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> None:
     (kernels / "part.cuh").write_text("__device__ int half(int n) { return n / WRONG_NAME; }\n")
     (kernels / "whole.cu").write_text('// one\n#include "part.cuh"\n__global__ void f() {}\n')
@@ -111,7 +95,7 @@ def test_a_compile_error_tells_what_where_and_why(kernels: Path, cold: Path) -> 
     assert isinstance(caught.value, RuntimeError)
 
 
-@compiles
+@needs_nvrtc
 def test_an_entry_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^entry must be one of x\.cu's, .*reversed.*; got 'absent'"):
         jit.kernel(SOURCE, "absent", "80", "x.cu")
@@ -137,7 +121,7 @@ def test_without_nvrtc_every_call_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 # --- what is compiled how often --------------------------------------------------------------------------------------
 
 
-@compiles
+@needs_nvrtc
 def test_memory_then_disk_then_compiler(
     compilations: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,7 +144,7 @@ def test_memory_then_disk_then_compiler(
     assert capsys.readouterr() == ("", "")
 
 
-@compiles
+@needs_nvrtc
 def test_threads_that_want_the_same_compile_it_once(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPCONV_CACHE", "off")
     start = threading.Barrier(8)
@@ -176,7 +160,7 @@ def test_threads_that_want_the_same_compile_it_once(compilations: list[str], mon
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-@compiles
+@needs_nvrtc
 def test_a_changed_cuda_header_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '#include <cuda_fp16.h>\nextern "C" __global__ void f(int* x) { *x = VALUE; }\n'
     keys, codes = set(), set()
@@ -201,7 +185,7 @@ template <class C> __global__ void unwanted(int* x) { *x = C::absent; }
 """
 
 
-@compiles
+@needs_nvrtc
 def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: Path) -> None:
     (kernels / "k.cu").write_text(SUMS)
     constants = {"first": 3, "big": True, "terms": ((1, 2), (3, 4)), "scale": 0.5, "far": 2**40}
@@ -270,7 +254,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 )
 
 
-@compiles
+@needs_nvrtc
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_compiles_what_a_thread_of_its_parent_does() -> None:
     ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)

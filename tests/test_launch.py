@@ -17,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import needs_nvrtc
 from situations.processes import in_threads
 from upconv.cuda import launches
 from upconv.cuda.compile import driver as driver_module
-from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import jit
 from upconv.cuda.compile import launch as launch_module
 from upconv.cuda.compile.boxes import Tensor5
 from upconv.cuda.compile.driver import Kernel
@@ -208,7 +209,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     assert sorted(found[3] for found in driver.launches) == [(n, m) for n in range(8) for m in range(10)]
 
 
-@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
+@needs_nvrtc
 def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path) -> None:
     fill = jit.kernel(SOURCE, "fill", "90a", "test")
     mirror = jit.kernel(SOURCE, "mirror", "90a", "test")
