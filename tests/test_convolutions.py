@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -259,6 +259,10 @@ def test_tracers_see_pytorchs_operator(stand_ins: Kernels, padding: Any) -> None
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stride=st.sampled_from((1, 2)), changed=changed_settings(2))
+@example(stride=2, changed={"padding": "same"})
+@example(stride=1, changed={"stride": (True, True)})
+@example(stride=1, changed={"padding": "same", "dilation": [2, 1]})
+@example(stride=1, changed={"groups": True})
 def test_settings_changed_later_are_pytorchs(stand_ins: Kernels, stride: int, changed: dict[str, Any]) -> None:
     """The same result, or the same error to the letter, also of a layer whose calls were recognised before."""
     x, said = image(), []
