@@ -101,12 +101,17 @@ def varied(of: D, **changes: Any) -> D:
     return made
 
 
+@cache
+def _following(kind: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a dataclass the properties that follow from these fields alone."""
+    return tuple(name for name, of_fields in needs(kind).items() if of_fields.issubset(names))
+
+
 def settled(of: D, *names: str) -> D:
     """The same object, of which all properties that follow from these fields alone are found: what is `varied` from it
     has them.
     """
     kind: Any = type(of)
-    for name, of_fields in needs(kind).items():
-        if of_fields.issubset(names):
-            getattr(of, name)
+    for name in _following(kind, names):
+        getattr(of, name)
     return of
