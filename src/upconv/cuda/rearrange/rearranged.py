@@ -29,9 +29,6 @@ _GAIN = 5e-6  # seconds at least: three or four launches stand against one or tw
 class Mode(Protocol):
     """A way to rearrange tensors."""
 
-    DOUBT: float
-    """By what the weight's gradient must be faster still where its model is less right: in TF32, beyond the cache."""
-
     def refusal(self, p: Problem) -> str | None:
         """Why it does not serve a problem that `refusal` takes, in a sentence; None when it does."""
 
@@ -171,7 +168,6 @@ def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, gener
     if isinstance(inner, str):
         return inner
     found = Choice(mode, inner, p, inner.seconds + copies)
-    cached = p.dtype.itemsize == 2 and q.bytes <= gpu.cache_bytes
-    if weighed(found) * (1.0 if p.pass_ == "grad-input" or cached else of.DOUBT) > most:
+    if weighed(found) > most:
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its tensors rearranged"
     return found

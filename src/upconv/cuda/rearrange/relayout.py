@@ -25,7 +25,6 @@ _TILE = {2: 16384, 4: 4096}
 """Elements that a block copies, by their bytes."""
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
 _RATE = 0.83  # of the device's copy rate
-DOUBT = 1.15  # of `rearranged.Mode`
 _MANY_TAPS = 256  # from which on the model of the weight's gradient is far too low
 
 

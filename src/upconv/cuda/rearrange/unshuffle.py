@@ -22,7 +22,6 @@ from upconv.cuda.launches import Given, Int, Launch, Pointer, Scratch, Unit, fiv
 from upconv.cuda.rearrange.around import COPY, THREADS, Around
 from upconv.problem import Problem
 
-DOUBT = 1.0  # of `rearranged.Mode`
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
 _MOST_PADDED = 2  # times as many channels in channels_last, where zeros make whole 16 bytes of them
 _RATE = 0.5  # of the device's copy rate, of single elements with some read from afar
