@@ -44,6 +44,7 @@ if find_spec("expecttest") is None:
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 OURS = (None, upconv.conv_transpose1d, upconv.conv_transpose2d, upconv.conv_transpose3d)
 THEIRS = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 

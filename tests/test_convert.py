@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import upconv
-from conftest import assert_equal, forced_plans
+from conftest import RANKS, assert_equal, forced_plans
 from situations import differences, step
-from twins import RANKS, image, lines_of
+from twins import image, lines_of
 from upconv import modules
 
 

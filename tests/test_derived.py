@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from functools import cache
 from itertools import islice, product
 from typing import Any
 
@@ -67,36 +66,6 @@ def values(t: Any, names: Iterable[str]) -> dict[str, Any]:
         except Exception as error:
             result[name] = type(error)
     return result
-
-
-@cache
-def watched(kind: type) -> type:
-    """A dataclass whose objects note in ``seen`` which fields are read."""
-    names = {field.name for field in fields(kind)}
-
-    def get(self: Any, name: str) -> Any:
-        if name in names:
-            object.__getattribute__(self, "seen").add(name)
-        return object.__getattribute__(self, name)
-
-    return type(kind.__name__, (kind,), {"__getattribute__": get, "seen": set()})
-
-
-def reads(t: Any, name: str) -> set[str]:
-    """The fields that a property reads, through others too."""
-    fresh = object.__new__(watched(type(t)))
-    vars(fresh).update({field.name: getattr(t, field.name) for field in fields(t)}, seen=set())
-    values(fresh, [name])
-    return set(vars(fresh)["seen"])
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_properties_read_no_field_but_those_that_they_name(seed: int) -> None:
-    tilings = searched(seed)
-    assert len(tilings) > 10
-    for t in tilings:
-        for name, of in needs(type(t)).items():
-            assert reads(t, name) <= of, (name, t)
 
 
 @pytest.mark.parametrize("seed", range(12))

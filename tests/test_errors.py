@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import upconv
-from conftest import EVERY, OURS, THEIRS, forced_plans
+from conftest import EVERY, OURS, RANKS, THEIRS, forced_plans
 from situations import error
 
-RANKS = pytest.mark.parametrize("rank", (1, 2, 3))
 X, W = (2, 4, 5, 6), (4, 3, 3, 3)
 
 

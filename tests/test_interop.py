@@ -20,11 +20,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 import upconv
-from conftest import assert_close, assert_equal
+from conftest import RANKS, assert_close, assert_equal
 from situations import differences, error
 from standins import Kernels, kernels_fixture  # noqa: F401
 from strategies import changed_settings
-from twins import RANKS, WAYS, assert_computed, image, lines_of, twins
+from twins import WAYS, assert_computed, image, lines_of, twins
 from upconv import modules
 
 quantized = pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning", "ignore:.*quantize_per.*:UserWarning")

@@ -16,10 +16,7 @@ import torch
 from conftest import BARE, needs_nvrtc
 from situations.processes import in_threads
 from upconv.cuda.compile import jit, nvrtc
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, gpu
-
-GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
-TARGETS = [g.arch for g in GPUS]
+from upconv.cuda.gpu import gpu
 
 pytestmark = pytest.mark.usefixtures("cold")
 
@@ -71,12 +68,6 @@ def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None
     environment = {**os.environ, "UPCONV_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"two words\n"), done.stderr.decode()
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("arch", TARGETS)
-def test_every_target_compiles(arch: str) -> None:
-    assert set(jit.kernels_of(jit.cubin(SOURCE, arch, "x.cu"))) == {"reversed", "plain", "dynamic", "local"}
 
 
 @needs_nvrtc

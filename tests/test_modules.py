@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 import upconv
-from conftest import assert_close, assert_equal
+from conftest import RANKS, assert_close, assert_equal
 from situations import differences
-from twins import RANKS, WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
+from twins import WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
 from upconv import modules
 
 NAMES = [f"ConvTranspose{rank}d" for rank in (1, 2, 3)]

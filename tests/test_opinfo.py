@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing._internal.common_methods_invocations import op_db
 
-from conftest import OURS, Call, by_turns
+from conftest import OURS, RANKS, Call, by_turns
 from upconv.problem import Problem
 
-RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -86,9 +85,3 @@ def test_derivatives_by_each_plan(rank: int, each_plan: list[Problem]) -> None:
     for call in by_turns(calls, rank + 1):
         _gradcheck(call, fast=True)
     assert each_plan
-
-
-@RANKS
-def test_complex_derivatives(rank: int) -> None:
-    for call in by_turns(samples(rank, "cpu", torch.complex128), 5):
-        _gradcheck(call, fast=True)

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import EVERY, OURS, PLANS, THEIRS, Call, assert_equal, forced_plans, make_call
+from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, assert_equal, forced_plans, make_call
 from situations import BF16, differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
 from upconv import cpu, planner
 from upconv.problem import Problem
 
-RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 Functions = Sequence[Any]
 

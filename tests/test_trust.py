@@ -25,12 +25,6 @@ def below(cold: Path) -> Path:
     return folder
 
 
-def test_a_way_that_is_the_users_alone_is_trusted(below: Path) -> None:
-    assert trust.insecure(below) is None
-    below.parent.chmod(0o700)
-    assert trust.insecure(below) is None
-
-
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o722])
 @pytest.mark.parametrize("up", [0, 1, 2])
 def test_a_directory_that_others_may_write_to_is_named(below: Path, up: int, mode: int) -> None:

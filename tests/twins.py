@@ -14,7 +14,6 @@ import upconv
 from conftest import assert_close, forced_plans
 from situations import differences, step
 
-RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
 WAYS = pytest.mark.parametrize("way", ("accelerated", "class"))
 """A layer of torch.nn's that is accelerated, and one of upconv's own class."""
 

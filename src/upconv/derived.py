@@ -46,7 +46,7 @@ def derived_from(*names: str) -> Callable[[Callable[[Any], T]], derived[T]]:
     """`derived`, from these fields of a dataclass alone: where `varied` changes none of them, its result has the value.
 
     Of a property that subclasses define anew the last definition counts; nor may what one reads be defined anew so that
-    it needs more fields. `tests/test_derived.py` watches what properties read.
+    it needs more fields. `tests/test_derived.py` compares what is kept with what is found anew.
     """
     return lambda find: derived(find, needs=names)
 
