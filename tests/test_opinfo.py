@@ -74,7 +74,9 @@ def _gradcheck(call: Call, *, fast: bool) -> None:
 
 
 @RANKS
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_derivatives(rank: int, device: str) -> None:
+    """By kernels; those of a CPU are below."""
     for call in samples(rank, device, torch.float64):
         _gradcheck(call, fast=rank > 1)
 

@@ -218,24 +218,6 @@ def trained(make: Callable[[Model], torch.optim.Optimizer]) -> Run:
     return run
 
 
-def changed(change: Callable[[Tensor, int], object]) -> Run:
-    """Validates behind each of some changes of every parameter; the second argument counts them."""
-
-    def run(model: Model, x: Tensor) -> list[Tensor]:
-        found = [evaluated(model, x)]
-        for turn in range(3):
-            for p in model.parameters():
-                change(p, turn)
-            found.append(evaluated(model, x))
-        return found
-
-    return run
-
-
-def _noise(p: Tensor, turn: int) -> Tensor:
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(p.device, p.dtype) * 0.1
-
-
 def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
     """The training step is a CUDA graph; validations in between are not, and one more is a graph of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -270,8 +252,6 @@ def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
 
 RUNS: dict[str, Run] = {
     "fused AdamW": trained(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True)),
-    "param.data set": changed(lambda p, turn: setattr(p, "data", _noise(p, turn))),
-    "DLPack alias": changed(lambda p, turn: torch.from_dlpack(p.detach()).copy_(_noise(p, turn))),
     "step in a CUDA graph": _replayed_step,
 }
 
