@@ -23,7 +23,7 @@ from drawn import DTYPES, FAMILIES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
-from upconv.cuda.compile import jit, nvrtc
+from upconv.cuda.compile import jit
 from upconv.cuda.direct import plain
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
@@ -121,7 +121,8 @@ def compiled(source: str, arch: str) -> Compiled:
     bodies = re.split(r"\.entry\s+(\w+)", text)[1:]
     found = dict(zip(bodies[::2], bodies[1::2]))
     matrix = {name: set(MATRIX.findall(found[symbol])) for name, symbol in jit.kernels_of(code).items()}
-    return Compiled(needs, matrix, nvrtc.serialised(log))
+    serialised = next((line.strip() for line in log.splitlines() if "instructions are serialized" in line), None)
+    return Compiled(needs, matrix, serialised)
 
 
 def instruction(choice: Any) -> str | None:

@@ -207,15 +207,12 @@ def _plan_cuda(p: Problem, device: Device) -> Plan:
     return replace(found, candidates=(*forward.candidates, *gradients))
 
 
-def select(p: Problem, device: Device, general: bool = False) -> Selection:
-    """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits.
-
-    ``general``: among kernels that serve every size of the input.
-    """
+def select(p: Problem, device: Device) -> Selection:
+    """The family whose cost model expects the least time; PyTorch's operator only where no kernel of ours fits."""
     found: dict[str, Choice | str] = {}
     reason = _no_kernels(p, device)
     if reason is None and device.gpu is not None:
-        found = families.choose(p, device.gpu, general)
+        found = families.choose(p, device.gpu)
         reason = "none of upconv's kernels fits"
     best = best_of(found)
     if best is None:

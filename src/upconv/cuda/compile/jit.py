@@ -150,11 +150,11 @@ def _name(source: str, arch: str) -> str:
     return f"sm_{arch}-{nvrtc.key(source, arch)}.cubin"
 
 
-def built(source: str, arch: str, label: str = "kernel", ptx: bool = False) -> nvrtc.Built:
-    """The machine code with its PTX and NVRTC's log, or PTX alone, never cached. Errors: those of `cubin`."""
+def built(source: str, arch: str, label: str = "kernel") -> nvrtc.Built:
+    """The machine code with its PTX and NVRTC's log, never cached. Errors: those of `cubin`."""
     nvrtc.require()
     try:
-        return nvrtc.build(source, arch, label, entries_of(source), ptx)
+        return nvrtc.build(source, arch, label, entries_of(source))
     except nvrtc.CompileError as error:
         path = cache.write(f"{nvrtc.key(source, arch)}.cu", source.encode(), seal=False)
         raise nvrtc.CompileError(f"{error}\nsource: {path or 'not kept'}") from None

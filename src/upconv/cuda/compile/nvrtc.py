@@ -141,11 +141,6 @@ def build(
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def serialised(log: str) -> str | None:
-    """Of NVRTC's log the line where ptxas says that it makes each wgmma wait for the one before; None without one."""
-    return next((line.strip() for line in log.splitlines() if "instructions are serialized" in line), None)
-
-
 def _read(size_of: Callable[[Any], Any], get: Callable[[Any, bytes], Any], program: Any) -> bytes:
     error, size = size_of(program)
     _check(error, "NVRTC")
