@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,8 +185,6 @@ def test_a_gradient_for_the_weight_ends_its_promise(monkeypatch: pytest.MonkeyPa
     weight = torch.randn(4, 3, 3, 3)
     weights.freeze(weight)
     plan = planner.plan(Problem.make(1, 4, 3, (5, 5), 3), planner.cpu_device())
-    none = SimpleNamespace(input=None, weight=None, bias=None)
-    monkeypatch.setattr(engine, "loaded", lambda plan, index: none)
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
     monkeypatch.setattr(engine.cpu, "gradients", lambda *_: (None, torch.zeros(()), None))
     for asked, frozen in ((False, True), (True, False)):

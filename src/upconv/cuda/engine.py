@@ -20,7 +20,7 @@ from upconv import cpu, forks
 from upconv.cuda import weights
 from upconv.cuda.gpu import capturing as _capturing
 from upconv.cuda.gpu import current_device as _current_device
-from upconv.problem import Pass, is_channels_last
+from upconv.problem import PASSES, Pass, is_channels_last
 
 if TYPE_CHECKING:
     from upconv.cuda.bias import BiasRunner
@@ -50,8 +50,7 @@ def forward(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, lasting:
     if _collectors and not ready(plan, index):  # who wants to know what is missing, not to compile it
         bias = None if bias is None else bias.to(x.dtype)
         return cpu.forward(plan.problem, "native", x, weight.to(x.dtype), bias)
-    runner = loaded(plan, index).forward
-    assert runner is not None
+    runner: Runner = loaded(plan, index)["fwd"]
     return runner(x, weight, bias, lasting)
 
 
@@ -70,8 +69,7 @@ def convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     Raises:
         as `forward`.
     """
-    runner = loaded(plan, x.get_device()).input
-    assert runner is not None
+    runner: Runner = loaded(plan, x.get_device())["grad-input"]
     if bias is None or runner.biased:  # rounded here: what packs weights counts the channels of the other result
         return runner(x, weight, bias if bias is None else bias.to(x.dtype))
     out = runner(x, weight, None)
@@ -106,8 +104,8 @@ def gradients(
             return gradients(plan, grad, x, weight, mask, lasting)
     runners = loaded(plan, index)
     grad_input = grad_weight = grad_bias = None
-    by_input = runners.input if mask[0] else None
-    by_weight = runners.weight if mask[1] else None
+    by_input: Runner | None = runners["grad-input"] if mask[0] else None
+    by_weight: WeightRunner | None = runners["grad-weight"] if mask[1] else None
     if by_input is not None or by_weight is not None:  # once for both
         grad = _dense(grad, runners.format)
     if mask[1] and weights.frozen:
@@ -122,7 +120,7 @@ def gradients(
         grad_input = found[0] if rest[0] else grad_input
         grad_weight = found[1].to(weight.dtype) if rest[1] and found[1] is not None else grad_weight
     if mask[2]:
-        by_bias = runners.bias
+        by_bias: BiasRunner | None = runners["bias"]
         if by_bias is None:
             grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
         else:
@@ -243,47 +241,33 @@ def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") ->
 # --- loading and compiling -------------------------------------------------------------------------------------------
 
 
-class Loaded:
-    """A plan's kernels on one device, each loaded when it is first asked for; None for PyTorch's operator."""
+class Loaded(dict[str, Any]):
+    """A plan's kernels on one device: of a pass its `Runner` or `WeightRunner`, of ``bias`` its `BiasRunner`.
 
-    forward: Runner | None
-    input: Runner | None
-    weight: WeightRunner | None
-    bias: BiasRunner | None
-    """Sums by a kernel of our own; None for PyTorch's, which small tensors are left to."""
+    Each is loaded when it is first asked for. None is PyTorch's operator, which small sums are left to.
+    """
 
     def __init__(self, plan: Plan, index: int) -> None:
+        super().__init__()
         self.plan, self.index = plan, index
         self.format = cpu.memory_format(plan.problem.layout, plan.problem.rank)
 
-    def __getattr__(self, name: str) -> Any:
-        """What is not loaded yet."""
-        if name not in Loaded.__annotations__:
-            raise AttributeError(name)
+    def __missing__(self, name: str) -> Any:
         with _preparing.now:
-            if name not in vars(self):  # no other thread was faster
-                setattr(self, name, self._bias() if name == "bias" else self._runner(name))
-            return vars(self)[name]
+            if name not in self:  # no other thread was faster
+                self[name] = self._found(name)
+            return self[name]
 
-    def of(self, pass_: Pass) -> Runner | WeightRunner | None:
-        found: Runner | WeightRunner | None = getattr(self, _NAMES[pass_])
-        return found
+    def _found(self, name: Any) -> Any:
+        if name == "bias":
+            from upconv.cuda import bias
 
-    def _runner(self, name: str) -> Runner | WeightRunner | None:
-        pass_ = next(pass_ for pass_, of in _NAMES.items() if of == name)
-        if self.plan.selection(pass_).choice is None:
+            with torch.cuda.device(self.index):
+                return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
+        if self.plan.selection(name).choice is None:
             return None
-        kind = WeightRunner if pass_ == "grad-weight" else Runner
-        return kind(self.plan, self.index, pass_)
-
-    def _bias(self) -> BiasRunner | None:
-        from upconv.cuda import bias
-
-        with torch.cuda.device(self.index):
-            return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
-
-
-_NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "input", "grad-weight": "weight"}
+        kind = WeightRunner if name == "grad-weight" else Runner
+        return kind(self.plan, self.index, name)
 
 
 @lru_cache(maxsize=4096)
@@ -328,7 +312,7 @@ def ready(plan: Plan, index: int, of: Convolved | None = None, biased: bool = Tr
         ours: dict[Pass, bool] = {"fwd": True} if of is None else {"grad-input": of.for_output}
         if _local.every:
             more = (True, True, True) if of is None else (of.for_input, of.for_output, of.for_weight)
-            ours.update(zip(_NAMES, more))
+            ours.update(zip(PASSES, more))
         sums = (plan if of is None else of.sums) if _local.every and biased else None
         wanted.append(Wanted(plan, index, tuple(name for name, own in ours.items() if own), sums))
     return ready
@@ -353,5 +337,5 @@ def collecting(every: bool = False) -> Iterator[list[Wanted]]:
 
 def is_loaded(plan: Plan, index: int, pass_: Pass) -> bool:
     """Whether a pass's kernels are."""
-    asked, name = vars(loaded(plan, index)), _NAMES[pass_]
-    return name in asked and (asked[name] is None or asked[name].prepared.loaded)
+    asked = loaded(plan, index)
+    return pass_ in asked and (asked[pass_] is None or asked[pass_].prepared.loaded)

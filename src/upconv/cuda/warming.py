@@ -15,9 +15,8 @@ from upconv.problem import Pass
 def compile_all(
     wanted: Sequence[engine.Wanted],
     progress: Callable[[str, int, int], object] | None = None,
-    threads: int | None = None,
 ) -> list[str]:
-    """Compiles (in threads) and loads the kernels of some plans on their devices.
+    """Compiles, in threads, and loads the kernels of some plans on their devices.
 
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache. Errors: RuntimeError naming problem and plan.
@@ -36,7 +35,7 @@ def compile_all(
         for unit in choice.sources():
             units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
     lines = []
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor() as pool:
         jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, *_) in units.items()}
         for done, job in enumerate(as_completed(jobs), 1):
             label, plan, index, pass_ = units[jobs[job]]
@@ -50,10 +49,10 @@ def compile_all(
                 progress(label, done, len(jobs))
     for each in wanted:
         of = engine.loaded(each.plan, each.device)
-        for runner in map(of.of, each.passes):
+        for runner in map(of.__getitem__, each.passes):
             if runner is not None:
                 with torch.cuda.device(each.device):
                     runner.prepared.load()  # what it leaves to its first use
         if each.sums is not None:
-            _ = engine.loaded(each.sums, each.device).bias
+            _ = engine.loaded(each.sums, each.device)["bias"]
     return sorted(lines)
