@@ -164,7 +164,6 @@ def cold(device: torch.device) -> Iterator[Row]:
         raise RuntimeError(reason or f"{device} is no GPU that kernels are compiled for")
     arch = where.gpu.arch
     ways = run.ways(torch.device("cuda"), (), ("tf32", "bf16"), LAYOUTS)
-    # In training weights are packed by the kernel itself, where one does.
     plans = [
         (job, {pass_: choice.sources() for pass_, choice in planner.plan(job.problem, where).choices("step").items()})
         for job in run.jobs("cuda", SUITES["cuda"], ways)

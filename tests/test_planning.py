@@ -105,7 +105,7 @@ def test_rounds_of_steps_differ_only_in_where_they_begin() -> None:
     planes = Problem.make(4, 32, 64, (40, 72), 4, 2, 1, precision="tf32", layout="channels_last", pass_="grad-input")
     for p in chain(suite_layers(7, "fwd"), suite_layers(7, "grad-input"), [planes]):
         every = [] if gather.refusal(p, H200) else gather_search.considered(p, H200)
-        for t in [t for _, t in every if t.rolled][::5]:
+        for t in [t for _, t in every if t.queued][::5]:
             shifts, taps = constants(t)["round_shifts"], t.taps_unrolled
             for block in (block for blocks in t.entries for block in blocks):
                 for i in range(0, len(block), taps):

@@ -19,7 +19,7 @@ PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 """`Precision` of kernels/number.cuh."""
 BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
 """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
-STRAIGHT, ROLLED, LOOPED = range(3)
+STRAIGHT, ROLLED = range(2)
 """How a chunk's steps are gone through: `Steps` of kernels/gather_work.cuh."""
 STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES = range(4)
 """How results are stored: `Stores` of kernels/gather_work.cuh."""
@@ -125,14 +125,15 @@ def _step_constants(t: Tiling) -> Constants:
     """K: of the steps that a chunk is multiplied in."""
     flat = [(off, taps) for blocks in t.entries for block in blocks for off, taps in block]
     found: Constants = {
-        "steps": STRAIGHT if t.straight else ROLLED if t.rolled else LOOPED,
+        "steps": STRAIGHT if t.straight else ROLLED,
         "taps_unrolled": t.taps_unrolled,
+        "queued": t.queued,
         "fragment_sets": t.fragment_sets,
         "entries": _bounds(t),
         "tap_rows": tuple(t.shift(off) for off, _ in flat),
         "tap_indices": tuple(tap for _, taps in flat for tap in taps),
     }
-    if t.rolled:
+    if t.queued:
         shifts = [t.shift(off) for off, _ in flat[: t.taps_unrolled]]
         found["round_shifts"] = tuple(shift - shifts[0] for shift in shifts)
     if t.straight:

@@ -72,7 +72,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     tapped = [n for n in t.multiplied.counts if n]
     chunks = -(-t.chunks // t.cluster) * len(tapped) / len(t.multiplied.variants)  # of the block that has most
     fragments = -(-t.chunks // t.cluster) * t.fragments_of_chunk(sum(tapped)) / len(t.multiplied.variants)
-    stretches = chunks if t.straight or t.rolled else fragments / t.longest_stretch
+    stretches = chunks if t.straight or t.queued else fragments / t.longest_stretch
     instructions, columns = _multiplied(t, fragments)
     weights = 0.0 if t.resident else fragments * t.wgs_m * FRAGMENT
     lines, boxes, arriving = _arriving(t)

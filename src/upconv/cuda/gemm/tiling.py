@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, positions, result_shape, source_shape
@@ -23,21 +22,13 @@ _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
-STEPS_UNROLLED = 25  # code and compile time grow with it
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
-_STEPS_OF_ROUND = 5, 16  # at least, at most
+_STEPS_OF_ROUND = 5, 16  # at least, where straight code is not too long; at most
 _SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
-
 _of_steps = derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
-
-
-@lru_cache(maxsize=4096)
-def _unrolled(counts: frozenset[int], most: int) -> int:
-    """Of so many taps at most those that blocks of these numbers of taps are whole multiples of, or as few steps of."""
-    return max(range(1, most + 1), key=lambda n: (all(c % n == 0 for c in counts), n if n <= max(counts) else -n))
 
 
 def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool:
@@ -104,8 +95,14 @@ class Tiling(TiledPixels):
 
     @of_pixels
     def straight(self) -> bool:
-        """Whether the steps of a variant's chunk are one stretch of code, without a loop."""
-        return self._short and not self.rolled
+        """Whether the steps of a variant's chunk are one stretch of code, without a loop; else they are rounds."""
+        if not self._short:
+            return False
+        # Rounds of few steps, or of one instruction a step, are not known to be as fast. Of planes, consumers in turn
+        # do not fill each other's gaps (docs/experiments.md).
+        few = self.multiplied.most * self.k_steps < _STEPS_ROLLED or (self.nb == 1 and self.split != 2)
+        in_turn = self.planewise and self.split == 2
+        return few or in_turn or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
 
     @_of_steps
     def _short(self) -> bool:
@@ -113,44 +110,45 @@ class Tiling(TiledPixels):
         return self.wgmma and self.parts == 1 and most <= _STEPS_STRAIGHT[0] and total <= _STEPS_STRAIGHT[1]
 
     @of_pixels
-    def rolled(self) -> bool:
-        """Whether a variant's chunk is a loop of rounds, between which the tensor cores do not drain."""
-        if not self._short or self.multiplied.most * self.k_steps < _STEPS_ROLLED:
-            return False
-        # With one instruction a step ptxas serialises some (C7513, C7515), but none of consumers in turn.
-        if self.mb > 1 or (self.nb == 1 and self.split != 2) or not self._taps_of_round:
-            return False
-        if not self.planewise:
-            return all(len(firsts) == 1 for firsts, _, _ in self.bands)  # else the rows of taps alike need not be
-        # Of consumers in turn neither fills the other's gaps between planes (docs/experiments.md).
-        return self.split != 2 and set(self.multiplied.lengths) == {self.plane_count * self._taps_of_round}
+    def queued(self) -> bool:
+        """Whether rounds are alike but for where they begin, so that the tensor cores do not drain between them."""
+        return self.wgmma and self.parts == 1 and not self.straight and self._taps_alike > 0
+
+    @of_pixels
+    def _taps_alike(self) -> int:
+        """Most taps of a `queued` round; 0 where there is none. `planewise`: those of a plane."""
+        taps = self._taps_of_rounds
+        if self.mb > 1:  # registers spill
+            return 0
+        if self.planewise:
+            return taps if self.multiplied.lengths == {self.plane_count * taps} else 0
+        # Else the rows of taps alike need not be.
+        return taps if all(len(firsts) == 1 for firsts, _, _ in self.bands) else 0
 
     @_of_steps
-    def _taps_of_round(self) -> int:
-        """As many as may be, so that all blocks are whole rounds, alike but for where they begin; 0 where none are.
-
-        `planewise`: those of a plane.
-        """
+    def _taps_of_rounds(self) -> int:
+        """`_taps_alike` of tiles that hold all rows."""
         blocks = [[offsets for offsets, _ in block] for blocks in self.multiplied.entries for block in blocks if block]
-        if not self.planewise:
-            most = max(map(len, blocks)) - 1
-            return next((n for n in range(most, 0, -1) if self._sets(n) and _alike(blocks, n, self.in_steps[2])), 0)
-        planes: dict[tuple[int, ...], list[Triple]] = {}
-        for i, block in enumerate(blocks):
-            for offsets in block:
-                planes.setdefault((i, *map(operator.mod, offsets, self.in_steps)), []).append(offsets)
-        most = max(map(len, planes.values()))
-        return most if self._sets(most) and _alike(planes.values(), most) else 0
+        most = _STEPS_OF_ROUND[1] // self.k_steps
+        if self.planewise:
+            planes: dict[tuple[int, ...], list[Triple]] = {}
+            for i, block in enumerate(blocks):
+                for offsets in block:
+                    planes.setdefault((i, *map(operator.mod, offsets, self.in_steps)), []).append(offsets)
+            taps = max(map(len, planes.values()))
+            return taps if taps <= most and self._sets(taps) and _alike(planes.values(), taps) else 0
+        most = min(most, max(map(len, blocks)) - self._short)
+        few = (n for n in range(most, 0, -1) if self._sets(n) and _alike(blocks, n, self.in_steps[2]))
+        return next(few, 0)
 
     def _sets(self, taps: int) -> int:
-        """Of fragments' registers that come round with a round of so many taps; 0 where these are too few or many."""
-        steps, (least, most) = taps * self.k_steps, _STEPS_OF_ROUND
-        return next((n for n in _SETS if steps % n == 0), 0) if least <= steps <= most else 0
+        """Of fragments' registers that come round with a round of so many taps; 0 where none do."""
+        return next((n for n in _SETS if taps * self.k_steps % n == 0), 0)
 
     @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
-        return self._sets(self.taps_unrolled) if self.rolled else 3
+        return self._sets(self.taps_unrolled) if self.queued else 3
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
@@ -171,23 +169,23 @@ class Tiling(TiledPixels):
             found.append((first, begin - shift))
         return tuple(found)
 
-    @of_pixels
+    @property
     def longest_stretch(self) -> int:
-        """Most steps of a stretch of code without a loop."""
-        if self.straight:
-            return self.multiplied.most * self.k_steps * self.parts
+        """Most steps of a stretch of code."""
         return self.taps_unrolled * self.k_steps * self.parts
 
     @of_pixels
     def taps_unrolled(self) -> int:
-        """Taps whose steps are one stretch of code, between whose ends the tensor cores do not drain."""
-        if self.rolled:
-            return self._taps_of_round
-        counts = self.multiplied.lengths
-        steps = STEPS_UNROLLED if self.wgmma else 2
+        """Most taps of a stretch of code: of a variant's chunk where it is `straight`, else of a round."""
+        if self.straight:
+            return self.multiplied.most
+        if self.queued:
+            return self._taps_alike
+        steps = _STEPS_OF_ROUND[1] if self.wgmma else 2
         if self.parts == 2:
             steps = _STEPS_PROMOTED[0 if self.wgmma else 1]
-        return _unrolled(counts, max(1, steps // (self.k_steps * self.parts)))
+        lengths, most = self.multiplied.lengths, max(1, steps // (self.k_steps * self.parts))
+        return max(n for n in range(1, most + 1) if all(length % n == 0 for length in lengths))
 
     def fragments(self, entries: int) -> int:
         """Fragments that a tile of a variant of so many entries multiplies (per warpgroup along M)."""
@@ -431,7 +429,7 @@ class Tiling(TiledPixels):
 
     @property
     def _planes_in_turn(self) -> bool:
-        if not ((self.straight or self.rolled) and self.mb == 1):
+        if not ((self.straight or self.queued) and self.mb == 1):
             return False
         return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
 

@@ -24,7 +24,6 @@
 #include "gather_weights.cuh"         // weights from memory to a consumer's registers
 #include "gather_straight.cuh"        // a chunk's matrix instructions
 #include "gather_rolled.cuh"
-#include "gather_looped.cuh"
 #include "gather_store_rows.cuh"      // sums to memory
 #include "gather_store_pixels.cuh"
 #include "gather_store_phases.cuh"
@@ -64,8 +63,8 @@ static constexpr int SHARED_BYTES = SEGMENTS_AT + G::SEGMENTS * 4;
 
 static_assert(C::shared_bytes == SHARED_BYTES, "the planner's shared memory is not the kernel's");
 static_assert(G::BOX || (C::channels_last ? C::stages_p : C::stages_s) >= 2, "threads that copy pixels have a stage ahead of the one that is read");
-static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::steps != LOOPED && C::plane_barriers == C::planes),
-              "planes have barriers of their own where boxes bring them and stretches of code follow them");
+static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::plane_barriers == C::planes),
+              "planes have barriers of their own where boxes bring them");
 static_assert(!C::claimed || (G::BOX && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
 static_assert(!C::claimed || (C::stages_p + C::stages_s) / G::CHUNKS + 4 <= CLAIMS, "the thread that claims runs around the ring");
 static_assert(C::cluster == 1 || !(!G::BOX || C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS),

@@ -1,4 +1,4 @@
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 #include "gather_columns.cuh"
 #include "gather_weights.cuh"
 
@@ -41,9 +41,10 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
       weights.load(a[(i + 1) % C::fragment_sets], i + 1);
       wgmma_wait<1>();
     } else if (C::steps == ROLLED) {
+      if (!C::queued) wgmma_wait<0>();
       weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
-      wgmma_wait<1>();
+      if (C::queued) wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }

@@ -158,18 +158,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
         W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-        for (int b = 0; b < (C::steps == STRAIGHT ? 1 : G::MB); b++) {
-          int left = G::steps_of(t.variant, b);
+        for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
-          while (left > 0) {
-            int stretch = C::steps == STRAIGHT ? left : left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
-            left -= stretch;
-#pragma unroll 1
-            for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-              u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-              barrier_wait(empty + cursor.stage * 8, cursor.parity);
-              W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-            }
+          for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
+            u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
+            barrier_wait(empty + cursor.stage * 8, cursor.parity);
+            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
           }
         }
       }
@@ -245,14 +239,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  constexpr bool ONE = C::steps == STRAIGHT;
-  constexpr int OF_TAP = (G::STEPS_PER_TAP + C::w_stage - 1) / C::w_stage;  // stages of a tap that is left over
-  int stages = 0;                                       // of a chunk
-  for (int b = 0; b < (ONE ? 1 : G::MB); b++) {
-    int left = G::steps_of(variant, b), longest = ONE ? left : G::LONGEST_STRETCH, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (ONE ? 0 : left % longest / G::STEPS_PER_TAP * OF_TAP);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };

@@ -5,8 +5,8 @@ template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
+// one stretch. More: C::taps_unrolled taps of a block are one, a round.
+enum Steps { STRAIGHT, ROLLED };
 
 // How results are stored: NCHW rows or channels-last pixels; of rows of M that are phases; or NCHW by the tensor copy engine.
 enum Stores { STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES };
@@ -41,7 +41,7 @@ static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS * T::PARTS;
 static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * STEPS_PER_TAP;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -67,10 +67,8 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = MB - 1) { return ENTRY<C>[variant * (MB + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (C::steps == STRAIGHT ? entries_of(variant) : end_entry(variant, b) - first_entry(variant, b)) * STEPS_PER_TAP;
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return C::steps == STRAIGHT ? 1 : entries_of(variant) / C::taps_unrolled; }  // of a chunk
+static __device__ __forceinline__ int stretch_of(int variant) { return C::steps == STRAIGHT ? entries_of(variant) * STEPS_PER_TAP : LONGEST_STRETCH; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 // A block's chunks of a tile: all, or a share.
