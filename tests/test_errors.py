@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import upconv
-from conftest import EVERY, OURS, RANKS, THEIRS, forced_plans
+from conftest import EVERY, OURS, THEIRS, forced_plans
 from situations import error
 
 X, W = (2, 4, 5, 6), (4, 3, 3, 3)
@@ -41,8 +41,6 @@ def assert_same(ours: Callable[[], object], theirs: Callable[[], object]) -> Non
     else:
         assert found == wanted
 
-
-# --- functional ------------------------------------------------------------------------------------------------------
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.float8_e5m2, torch.complex64)
 NUMBERS = st.integers(-1, 3)
@@ -102,20 +100,3 @@ def test_arguments_of_wrong_types_raise_type_errors(change: dict[str, Any]) -> N
     for call in (torch.conv_transpose2d, upconv.conv_transpose2d):
         with pytest.raises(TypeError, match=r"conv_transpose2d\(\)"):
             call(**args)
-
-
-# --- modules ---------------------------------------------------------------------------------------------------------
-
-CONSTRUCTIONS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    *(((4, 4, 3), {"padding_mode": mode}) for mode in ("reflect", "replicate", "circular", "unknown")),
-    ((4, 6, 3), {"padding_mode": "reflect", "groups": 0}),  # the mode is checked before the others
-    ((4, 4, 3), {"groups": 0}), ((4, 4, 3), {"groups": -2}), ((4, 6, 3), {"groups": 3}), ((4, 6, 3), {"groups": 4}),
-    ((4, 6, -3), {}), ((4, 6), {}), ((4, 6, 3), {"strides": 2}),
-]  # fmt: skip
-
-
-@RANKS
-@pytest.mark.parametrize(("args", "kwargs"), CONSTRUCTIONS)
-def test_construction_errors(rank: int, args: tuple[int, ...], kwargs: dict[str, Any]) -> None:
-    ours, theirs = (partial(getattr(home, f"ConvTranspose{rank}d"), *args, **kwargs) for home in (upconv, nn))
-    assert_same(ours, theirs)

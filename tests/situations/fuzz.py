@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from situations import Lab, error, seen, step
 
-MODES = ("zeros",) * 8 + ("circular",)
+MODES = ("zeros",) * 18 + ("circular", "bogus")
 DTYPES = (torch.float32,) * 5 + (torch.float64, torch.bfloat16, torch.int64, torch.complex64)
 
 
@@ -34,7 +34,7 @@ def build(seed: int, lab: Lab, plain: bool = False) -> Any:
     made = partial(lab.home(f"Conv{rank}d"), device=lab.device) if plain else partial(lab.layer, rank=rank)
     if plain:
         del named["output_padding"]
-        named |= {"padding_mode": rng.choice(MODES)} | rng.choice(({}, {}, {"padding": "same", "stride": 1}))
+        named |= rng.choice(({}, {}, {"padding": "same", "stride": 1}))
     layer = error(lambda: lab.done(made(*arguments, **named)))
     if isinstance(layer, tuple):
         return layer
@@ -66,6 +66,7 @@ def _arguments(rng: random.Random, rank: int) -> tuple[tuple[Any, ...], dict[str
         "stride": value(1, 4), "padding": value(0, 2) if rng.random() < 0.9 else value(3, 6),
         "output_padding": value(0, 1) if rng.random() < 0.5 else value(0, 3) if rng.random() < 0.3 else 0,
         "dilation": value(1, 3), "groups": groups, "bias": rng.random() < 0.6,
+        "padding_mode": rng.choice(MODES),
     }  # fmt: skip
     return (inside, out, value(1, 4)), kwargs
 
