@@ -369,10 +369,6 @@ __device__ __forceinline__ void store_shared_f32(u32 a, float v) {
 __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};\n" ::"r"(a), "f"(v), "f"(w) : "memory");
 }
-// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
-__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
-}
 
 // Stores under a predicate, never a branch: ptxas makes hundreds of branches of an epilogue.
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
@@ -466,7 +462,6 @@ struct Float32 {
   using Type = float;
   using Bits = u32;
   static constexpr int SIZE = 4;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
@@ -724,6 +719,7 @@ static constexpr int MB = C::mb;                        // blocks of 64 rows of 
 static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
+static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
 static constexpr int LONGEST_STRETCH = C::taps_unrolled * T::K_STEPS;  // where not STRAIGHT
 
@@ -835,7 +831,7 @@ template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
   long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
-  return packed + before * (G::K_STEPS * G::FRAGMENT);
+  return packed + before * (G::STEPS_PER_TAP * G::FRAGMENT);
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
@@ -879,7 +875,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
       int left = G::steps_of(0, 0);
 #pragma unroll 1
       while (left > 0) {
-        int stretch = left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::K_STEPS;
+        int stretch = left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : G::STEPS_PER_TAP;
         left -= stretch;
 #pragma unroll 1
         for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
@@ -922,7 +918,7 @@ __device__ __forceinline__ void skip(int variant) {
   int stages = 0;                                       // of a chunk
   {
     int left = G::steps_of(variant, 0), whole = left / 6;
-    stages += whole + (left % 6 / G::K_STEPS);
+    stages += whole + (left % 6 / G::STEPS_PER_TAP);
   }
   cursor.move(G::chunks_of(variant) * stages);
 }
@@ -990,7 +986,7 @@ static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a 
 static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::K_STEPS * 128;
+static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -1315,7 +1311,7 @@ using Sums = float[G::MB][G::NB][32];
 
 template <int STEP>
 static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP / G::K_STEPS];
+  constexpr int shift = C::round_shifts[STEP / G::STEPS_PER_TAP];
   S::step(acc[0], a, weights, pixels, shift, STEP, G::LONGEST_STRETCH, lane, left);
 }
 template <int... STEPS>
@@ -1775,7 +1771,6 @@ using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = Number::SIZE;
 static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
-static constexpr int TAPS = C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
@@ -1875,9 +1870,8 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
   for (int i = thread; i < BLOCK * UNITS; i += COPIERS) {
     int unit = i % UNITS, c = i / UNITS;
     u32 offset = (c * PITCH + unit * VEC) * ELEMENT;
-#pragma unroll 1
-    for (int r = 0; r < Operand::ROWS / ROWS_H; r++) {
-      Rows of = Operand::row(r * ROWS_H);
+    {
+      Rows of = Operand::row(0);
       int n = at.n + of.n, d = at.d + of.d;
       bool slice = n < memory.batch && (u32)d < (u32)memory.d && c < left;
       const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
@@ -2290,150 +2284,6 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 
 };
 
-// How sums become the weight's gradient. A block leaves those of its tile and its split of K as a record, [tap][ci][co] (WgradShape), at
-// [split][tile]. Records of a tile are added and stored by shares, quads of four output channels of an input channel at all taps: by
-// blocks of a second launch, `reduce`; or by those that left the records, where all of these run at once. The order of a sum follows
-// from the number of splits alone.
-
-// The weight's gradient, stored by so many threads.
-template <class S, int THREADS>
-struct WgradSums {
-using C = typename S::C;
-using Number = typename S::Number;
-using Bits = typename S::Bits;
-using Work = typename S::Work;
-char* out;
-long long stride_ci, stride_co, stride_tap;
-long long wide;                            // whether it is float32, whatever the operands are
-
-static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
-static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
-static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
-
-// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
-struct Share {
-  int first, quads;
-  u32 at;                                  // of the rows from that of the first quad on
-  int tap_pitch;
-  __device__ __forceinline__ int row() const { return first / QUADS; }
-  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - row()) * S::SUMS_PITCH + co) * 4; }
-  // Rows of ci that it has of quad `q` of a row.
-  __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
-  __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
-};
-
-// The share of one of `count` blocks; `shared`: where a record fits, in the place that it would have there.
-static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared) {
-  const int most = (C::block_ci * QUADS + count - 1) / count, first = rank * most, left = C::block_ci * QUADS - first;
-  return {first, left < most ? left : most, shared + first / QUADS * (S::SUMS_PITCH * 4), S::SUMS_OF_TAP};
-}
-
-// A share's sums of `count` records, S::TILES apart.
-static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
-  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
-  else add_by<LANES>(records, count, share, thread);
-}
-
-template <int PARTS>
-static __device__ __forceinline__ void add_by(const char* records, int count, const Share& share, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < S::SET_TAPS * share.quads * PARTS; i += THREADS) {
-    const int part = i % PARTS, quad = share.first + i / PARTS % share.quads, tap = i / (PARTS * share.quads);
-    const int ci = quad / QUADS, co = quad % QUADS * 4;
-    const char* from = records + S::sum_at(tap, ci, co);
-    float sum[4] = {};
-#pragma unroll 1
-    for (int split = part; split < count; split += PARTS * BATCH) {
-      float4 v[BATCH] = {};
-#pragma unroll
-      for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::sets_d * S::SUMS_BYTES)));
-#pragma unroll
-      for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
-    }
-#pragma unroll
-    for (int lanes = PARTS / 2; lanes; lanes /= 2)
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum[e] += __shfl_xor_sync(((1u << PARTS) - 1) << (threadIdx.x & 32 - PARTS), sum[e], lanes);
-    if (part == 0) store_shared_f32x4(share.place(tap, ci, co), sum[0], sum[1], sum[2], sum[3]);
-  }
-}
-
-// Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
-__device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = true;
-  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
-  else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
-}
-
-// By runs of V neighbours, which begin at V elements. A thread keeps its taps and output channels, so that a row of ci is an addition
-// away: a place computed for each takes three times as long.
-template <bool TAPS, int V>
-__device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
-  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
-  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), end = share.end(co / 4) < 64 ? share.end(co / 4) : 64;
-    const long long to = place_of(work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll 4
-    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
-      u32 v[4];
-      if constexpr (!TAPS && V == 4) load_shared_128(v, share.place(tap, row, co));
-      else
-#pragma unroll
-        for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>(to + (row - first) * stride_ci, v);
-    }
-  }
-}
-
-// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
-__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = tap / (C::taps_h * C::taps_w), kh = tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
-  ci += 0, co += 0;
-  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
-  return exists ? ci * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
-}
-
-template <class E, int V>
-struct alignas(V * sizeof(E)) Run { E of[V]; };
-
-template <int V>
-__device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const {
-  Run<Bits, V> narrow;
-  Run<u32, V> single;
-#pragma unroll
-  for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  *(Run<u32, V>*)((u32*)out + to) = single;
-}
-};
-
-// The second step. Blocks of a tile, as many as it has shares, are neighbours.
-constexpr int WGRAD_ADDERS = 256;
-
-template <class C>
-__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
-reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  using S = WgradShape<C>;
-  using Sums = WgradSums<S, WGRAD_ADDERS>;
-  const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x, tile = blockIdx.x / shares;
-  typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
-  share.at = shared_address(memory);
-  share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
-  typename S::Work work;
-  S::take_work(work, tile);
-  Sums::add(records + (long long)tile * S::SUMS_BYTES, count, share, threadIdx.x);
-  __syncthreads();
-  sums.store(work, share, threadIdx.x);
-}
-
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
@@ -2604,7 +2454,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 64, first_w = -2, columns = 66, plane = 66, precision = 0, cin = 64, ck = 16, tile_n = 1;
+  static constexpr int cin_g = 64, first_w = -2, columns = 66, plane = 66, precision = 0, ck = 16, tile_n = 1;
   static constexpr int tile_h = 4, tile_w = 64, rows_h = 6, offsets_d[1] = {0}, offsets_h[6] = {-2, -1, 0, 1, 2, 3};
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = -2, box_units = 17, column_pad = 2;
   static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, ring_fragments = 36;
@@ -2623,7 +2473,7 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = 0, columns = 66, plane = 66, precision = 0, cin = 64, ck = 16, tile_n = 1;
+  static constexpr int cin_g = 64, first_w = 0, columns = 66, plane = 66, precision = 0, ck = 16, tile_n = 1;
   static constexpr int tile_h = 4, tile_w = 64, rows_h = 6, offsets_d[1] = {0}, offsets_h[6] = {0, 1, 2, 3, 4, 5};
   static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = 0, box_units = 17, column_pad = 0;
   static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, ring_fragments = 36;
@@ -2642,11 +2492,11 @@ struct GradInput {
 // =====================================================================================================================
 
 struct GradWeight {
-  static constexpr int precision = 0, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
-  static constexpr int g_pitch = 76, tile_n = 1, kernel_d = 1, sets_d = 1, kernel_h = 3, step_h = 1, taps_h = 3;
-  static constexpr int tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 64, g_rows_h = 2, warpgroups = 3, entries = 3;
-  static constexpr int stages = 2, unrolled = 8, stack = 3, row_classes = 1, line_bytes = 256, segment = 128;
-  static constexpr int g_width = 32, run = 1, run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr int precision = 0, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
+  static constexpr int g_pitch = 76, tile_n = 1, step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3;
+  static constexpr int tile_w = 64, g_rows_h = 2, warpgroups = 3, entries = 3, stages = 2, unrolled = 8, stack = 3;
+  static constexpr int row_classes = 1, line_bytes = 256, segment = 128, g_width = 32, run = 1, run_words = 0;
+  static constexpr int producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false, lines = false;
 };
 
@@ -2750,17 +2600,15 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 int blocks, int slices, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
+                 int blocks, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor sums = at::empty({int64_t(slices) * 156960}, x.options().dtype(at::kByte));
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 64, 4, 1, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
-  kernels::reduce<kernels::GradWeight><<<256, 256, 5184, stream>>>(of(sums), of(out), slices, 576, 9, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -2896,6 +2744,17 @@ def wide(t: Tensor, multiple: int) -> Tensor:
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
 
 
+def weight_of(sums: Tensor) -> Tensor:
+    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
+    axis; of each tile by taps along each axis, input and output channels."""
+    tiles = sums.as_strided(
+        (1, 1, 1, 1, 1, 1, 1, 3, 3, 64, 64),
+        (39240, 39240, 39240, 39240, 39240, 39240, 39240, 13080, 4360, 68, 1),
+    )
+    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((1, 64, 64, 1, 3, 3))
+    return whole[:, :64, :64, :1, :3, :3].reshape(WEIGHT)
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
@@ -2941,9 +2800,10 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
         return out
     if is_fast(x, shape, given):
         x, grad = dense(x, 4), dense(grad)
-        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
-        return out
+        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        sums = torch.empty((slices, 39240), device=x.device)
+        build(True).grad_weight(x, grad, sums, blocks, sizes)
+        return weight_of(sums.sum(0)).to(x.dtype)
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out

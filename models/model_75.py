@@ -256,21 +256,6 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
-// --- loads and stores -------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 load_shared_u32(u32 a) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
-  return v;
-}
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-// (Of bits: then sums that matrix instructions add to would be integers between them, and be moved behind their fence, C7519.)
-__device__ __forceinline__ void store_shared_f32x4(u32 a, float v0, float v1, float v2, float v3) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "f"(v0), "f"(v1), "f"(v2), "f"(v3) : "memory");
-}
-
 // --- the compiler and registers ---------------------------------------------------------------------------------------
 
 // The compiler knows no more of a value than its type: what follows from it is computed behind this, and sums are set ahead of a
@@ -311,7 +296,6 @@ struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<IEEE> : Float32 {};
@@ -762,7 +746,6 @@ using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = 4;
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
-static constexpr int TAPS = C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
@@ -907,150 +890,6 @@ static __device__ __forceinline__ void clear_borders(const char* tensor, const W
 }
 };
 
-// How sums become the weight's gradient. A block leaves those of its tile and its split of K as a record, [tap][ci][co] (WgradShape), at
-// [split][tile]. Records of a tile are added and stored by shares, quads of four output channels of an input channel at all taps: by
-// blocks of a second launch, `reduce`; or by those that left the records, where all of these run at once. The order of a sum follows
-// from the number of splits alone.
-
-// The weight's gradient, stored by so many threads.
-template <class S, int THREADS>
-struct WgradSums {
-using C = typename S::C;
-using Number = typename S::Number;
-using Bits = typename S::Bits;
-using Work = typename S::Work;
-char* out;
-long long stride_ci, stride_co, stride_tap;
-long long wide;                            // whether it is float32, whatever the operands are
-
-static constexpr int QUADS = C::block_co / 4;           // of a row of the block's [ci][co]
-static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
-static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
-
-// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
-struct Share {
-  int first, quads;
-  u32 at;                                  // of the rows from that of the first quad on
-  int tap_pitch;
-  __device__ __forceinline__ int row() const { return first / QUADS; }
-  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - row()) * S::SUMS_PITCH + co) * 4; }
-  // Rows of ci that it has of quad `q` of a row.
-  __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
-  __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
-};
-
-// The share of one of `count` blocks; `shared`: where a record fits, in the place that it would have there.
-static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared) {
-  const int most = (C::block_ci * QUADS + count - 1) / count, first = rank * most, left = C::block_ci * QUADS - first;
-  return {first, left < most ? left : most, shared + first / QUADS * (S::SUMS_PITCH * 4), S::SUMS_OF_TAP};
-}
-
-// A share's sums of `count` records, S::TILES apart.
-static __device__ __forceinline__ void add(const char* records, int count, const Share& share, int thread) {
-  if (S::SET_TAPS * ((C::block_ci * QUADS + count - 1) / count) > FEW) add_by<1>(records, count, share, thread);
-  else add_by<LANES>(records, count, share, thread);
-}
-
-template <int PARTS>
-static __device__ __forceinline__ void add_by(const char* records, int count, const Share& share, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < S::SET_TAPS * share.quads * PARTS; i += THREADS) {
-    const int part = i % PARTS, quad = share.first + i / PARTS % share.quads, tap = i / (PARTS * share.quads);
-    const int ci = quad / QUADS, co = quad % QUADS * 4;
-    const char* from = records + S::sum_at(tap, ci, co);
-    float sum[4] = {};
-#pragma unroll 1
-    for (int split = part; split < count; split += PARTS * BATCH) {
-      float4 v[BATCH] = {};
-#pragma unroll
-      for (int k = 0; k < BATCH; k++)
-        if (split + k * PARTS < count) v[k] = __ldcg((const float4*)(from + (split + k * PARTS) * ((long long)C::groups * S::SUMS_BYTES)));
-#pragma unroll
-      for (int k = 0; k < BATCH; k++) sum[0] += v[k].x, sum[1] += v[k].y, sum[2] += v[k].z, sum[3] += v[k].w;
-    }
-#pragma unroll
-    for (int lanes = PARTS / 2; lanes; lanes /= 2)
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum[e] += __shfl_xor_sync(((1u << PARTS) - 1) << (threadIdx.x & 32 - PARTS), sum[e], lanes);
-    if (part == 0) store_shared_f32x4(share.place(tap, ci, co), sum[0], sum[1], sum[2], sum[3]);
-  }
-}
-
-// Taps or output channels are innermost in the weight: of taps those of a row of the kernel, or of several whole ones.
-__device__ __forceinline__ void store(const Work& work, const Share& share, int thread) const {
-  constexpr bool ROWS = true;
-  constexpr int NEAR = ROWS ? C::taps_h * C::taps_w : C::taps_w, OF_KERNEL = ROWS ? C::kernel_h * C::kernel_w : C::kernel_w;
-  if (stride_co == 1) store_runs<false, 4>(work, share, thread);
-  else store_runs<true, NEAR % 4 == 0 && OF_KERNEL % 4 == 0 ? 4 : NEAR % 2 == 0 && OF_KERNEL % 2 == 0 ? 2 : 1>(work, share, thread);
-}
-
-// By runs of V neighbours, which begin at V elements. A thread keeps its taps and output channels, so that a row of ci is an addition
-// away: a place computed for each takes three times as long.
-template <bool TAPS, int V>
-__device__ __forceinline__ void store_runs(const Work& work, const Share& share, int thread) const {
-  constexpr int OF_TAPS = S::SET_TAPS / (TAPS ? V : 1), OF_CO = C::block_co / (TAPS ? 1 : V), ITEMS = OF_TAPS * OF_CO;
-  constexpr int EACH = ITEMS < THREADS ? ITEMS : THREADS, AT_ONCE = THREADS / EACH;
-  if (thread >= AT_ONCE * EACH) return;
-#pragma unroll 1
-  for (int i = thread % EACH; i < ITEMS; i += EACH) {
-    const int tap = TAPS ? i % OF_TAPS * V : i / OF_CO, co = TAPS ? i / OF_TAPS : i % OF_CO * V;
-    const int first = share.begin(co / 4), end = share.end(co / 4) < 8 ? share.end(co / 4) : 8;
-    const long long to = place_of(work, tap, first, co);
-    if (to < 0) continue;
-#pragma unroll 4
-    for (int row = first + thread / EACH; row < end; row += AT_ONCE) {
-      u32 v[4];
-      if constexpr (!TAPS && V == 4) load_shared_128(v, share.place(tap, row, co));
-      else
-#pragma unroll
-        for (int e = 0; e < V; e++) v[e] = load_shared_u32(share.place(tap + (TAPS ? e : 0), row, co + (TAPS ? 0 : e)));
-      store_run<V>(to + (row - first) * stride_ci, v);
-    }
-  }
-}
-
-// Where the weight has a block's tap, and its channels `ci` and `co`; negative: nowhere.
-__device__ __forceinline__ long long place_of(const Work& work, int tap, int ci, int co) const {
-  int kd = tap / (C::taps_h * C::taps_w), kh = tap / C::taps_w % C::taps_h, kw = tap % C::taps_w;
-  ci += 0, co += 0;
-  bool exists = ci < C::cin && co < C::cout && kd < C::kernel_d && kh < C::kernel_h && kw < C::kernel_w;
-  return exists ? (work.group * C::cin + ci) * stride_ci + co * stride_co + ((kd * C::kernel_h + kh) * C::kernel_w + kw) * stride_tap : -1;
-}
-
-template <class E, int V>
-struct alignas(V * sizeof(E)) Run { E of[V]; };
-
-template <int V>
-__device__ __forceinline__ void store_run(long long to, const u32 (&v)[4]) const {
-  Run<Bits, V> narrow;
-  Run<u32, V> single;
-#pragma unroll
-  for (int e = 0; e < V; e++) narrow.of[e] = (Bits)Number::bits(__uint_as_float(v[e])), single.of[e] = v[e];
-  *(Run<u32, V>*)((u32*)out + to) = single;
-}
-};
-
-// The second step. Blocks of a tile, as many as it has shares, are neighbours.
-constexpr int WGRAD_ADDERS = 256;
-
-template <class C>
-__global__ void __launch_bounds__(WGRAD_ADDERS, 1)
-reduce(const char* __restrict__ records, char* __restrict__ out, int count, long long stride_ci, long long stride_co, long long stride_tap, long long wide) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  using S = WgradShape<C>;
-  using Sums = WgradSums<S, WGRAD_ADDERS>;
-  const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
-  const int shares = (int)gridDim.x / C::groups, tile = blockIdx.x / shares;
-  typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
-  share.at = shared_address(memory);
-  share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
-  typename S::Work work;
-  S::take_work(work, tile);
-  Sums::add(records + (long long)tile * S::SUMS_BYTES, count, share, threadIdx.x);
-  __syncthreads();
-  sums.store(work, share, threadIdx.x);
-}
-
 // Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
 
 // --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
@@ -1100,7 +939,6 @@ static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
 static constexpr int STRIPS = S::X_ROWS_H * W_STRIPS;
-static constexpr int PARTS = 2;
 
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
@@ -1169,12 +1007,12 @@ static __device__ __forceinline__ u32 element_pair(const u32* words, int e, int 
 
 // A register of a fragment in its parts: of IEEE float32 what TF32 has, and what it leaves.
 template <int REGISTERS>
-static __device__ __forceinline__ void set_parts(u32 (&parts)[PARTS][REGISTERS], int r, u32 v) {
+static __device__ __forceinline__ void set_parts(u32 (&parts)[2][REGISTERS], int r, u32 v) {
   parts[0][r] = to_tf32_quick(__uint_as_float(v));
-  if constexpr (PARTS == 2) parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
+  parts[1][r] = low_part(__uint_as_float(v), parts[0][r]);
 }
 
-static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
+static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][2][4], const unsigned char* stage, const Half (&half)[2], const Lane& of) {
   const u32* xs = (const u32*)stage;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -1185,7 +1023,7 @@ static __device__ __forceinline__ void load_x(u32 (&a)[M_FRAGMENTS][PARTS][4], c
     }
 }
 
-static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
+static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][2][2], const unsigned char* stage, const int (&base)[2], int tw, const Lane& of) {
   const u32* gs = (const u32*)(stage + X_BYTES);
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -1196,12 +1034,11 @@ static __device__ __forceinline__ void load_g(u32 (&b)[N_FRAGMENTS][PARTS][2], c
     }
 }
 
-static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][PARTS][4], const u32 (&b)[N_FRAGMENTS][PARTS][2]) {
+static __device__ __forceinline__ void multiply(float (&acc)[M_FRAGMENTS][N_FRAGMENTS][4], const u32 (&a)[M_FRAGMENTS][2][4], const u32 (&b)[N_FRAGMENTS][2][2]) {
   {
-      if constexpr (PARTS == 2) {  // the small products first
+      // the small products first
         mma_of<C::precision>(acc[0][0], a[0][1], b[0][0][0], b[0][0][1]);
         mma_of<C::precision>(acc[0][0], a[0][0], b[0][1][0], b[0][1][1]);
-      }
       mma_of<C::precision>(acc[0][0], a[0][0], b[0][0][0], b[0][0][1]);
     }
 }
@@ -1211,14 +1048,14 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 #pragma unroll 1
   for (int step = of.k; step < STRIPS; step += WARPS_K) {
     const Half half[2] = {half_of(step, 0, s, of.x_phase), half_of(step, 1, s, of.x_phase)};
-    u32 a[M_FRAGMENTS][PARTS][4];
+    u32 a[M_FRAGMENTS][2][4];
     load_x(a, stage, half, of);
 #pragma unroll
       for (int th = 0; th < C::taps_h; th++) {
         const int base[2] = {g_at(half[0], 0, th, s, of.g_phase), g_at(half[1], 0, th, s, of.g_phase)};
 #pragma unroll
         for (int tw = 0; tw < C::taps_w; tw++) {
-          u32 b[N_FRAGMENTS][PARTS][2];
+          u32 b[N_FRAGMENTS][2][2];
           load_g(b, stage, base, tw, of);
           multiply(acc[th * C::taps_w + tw], a, b);
         }
@@ -1299,12 +1136,11 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
-  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8;
-  static constexpr int to_g = 16, tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1;
-  static constexpr int out_h = 2, out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0;
-  static constexpr int plane_pitch = 132, vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3;
-  static constexpr int unroll_w = 5;
+  static constexpr int kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2, dilation_w = 1;
+  static constexpr int padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 16;
+  static constexpr int tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1, out_h = 2;
+  static constexpr int out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0, plane_pitch = 132;
+  static constexpr int vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3, unroll_w = 5;
   static constexpr bool forward = true, lanes_are_channels = false;
 };
 
@@ -1313,12 +1149,11 @@ struct Forward {
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
-  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 16;
-  static constexpr int to_g = 8, tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2, in_w = 3;
-  static constexpr int out_h = 1, out_w = 1, min_h = -1, min_w = -2, span_h = 67, span_w = 100, first_w = 2;
-  static constexpr int plane_pitch = 34, vector = 4, batch = 20, threads = 128, min_blocks = 2, unroll_h = 3;
-  static constexpr int unroll_w = 1;
+  static constexpr int kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2, dilation_w = 1;
+  static constexpr int padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8;
+  static constexpr int tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1;
+  static constexpr int out_w = 1, min_h = -1, min_w = -2, span_h = 67, span_w = 100, first_w = 2, plane_pitch = 34;
+  static constexpr int vector = 4, batch = 20, threads = 128, min_blocks = 2, unroll_h = 3, unroll_w = 1;
   static constexpr bool forward = false, lanes_are_channels = false;
 };
 
@@ -1329,10 +1164,10 @@ struct GradInput {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2;
-  static constexpr int padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
-  static constexpr int taps_w = 5, tile_w = 32, apart_h = 2, g_rows_h = 10, warp_m = 16, warp_n = 8, x_units = 8;
-  static constexpr int x_pitch = 36, stack = 1, row_classes = 1;
+  static constexpr int g_units = 26, g_pitch = 108, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3;
+  static constexpr int tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2, taps_w = 5, tile_w = 32;
+  static constexpr int apart_h = 2, g_rows_h = 10, warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, stack = 1;
+  static constexpr int row_classes = 1;
 };
 
 }  // namespace kernels
@@ -1376,15 +1211,13 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
-                 int blocks, int slices, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
+                 int blocks, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor sums = at::empty({int64_t(slices) * 78720}, x.options().dtype(at::kByte));
   kernels::wgrad<kernels::GradWeight><<<blocks, 256, shared(kernels::wgrad<kernels::GradWeight>, 175104), stream>>>(
       of(x), of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11]);
-  kernels::reduce<kernels::GradWeight><<<88, 256, 2880, stream>>>(of(sums), of(out), slices, 240, 15, 1, 1);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -1503,6 +1336,17 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
+def weight_of(sums: Tensor) -> Tensor:
+    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
+    axis; of each tile by taps along each axis, input and output channels."""
+    tiles = sums.as_strided(
+        (4, 1, 1, 1, 1, 1, 1, 3, 5, 16, 16),
+        (4920, 4920, 4920, 4920, 4920, 4920, 4920, 1640, 328, 20, 1),
+    )
+    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((4, 16, 16, 1, 3, 5))
+    return whole[:, :8, :16, :1, :3, :5].reshape(WEIGHT)
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
@@ -1546,9 +1390,10 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
         return out
     if is_fast(x, shape, given):
         x, grad = dense(x, 4), dense(grad)
-        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
-        return out
+        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        sums = torch.empty((slices, 19680), device=x.device)
+        build(True).grad_weight(x, grad, sums, blocks, sizes)
+        return weight_of(sums.sum(0)).to(x.dtype)
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out

@@ -271,7 +271,7 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
             assert (blocks, tuple(integers)) == (record.grid, cpp.sizes(record)), (str(q), k.name)
             if slices:
                 assert q != p or not isinstance(k.choice, wgrad.Choice) or splits(other) == splits(k)
-                assert slices[0] == cpp.sizes(cpp.launches(other)[-1])[0]
+                assert slices[0] == cpp.sizes(cpp.launches(replace(other, alone=True))[-1])[0]
 
 
 def splits(k: Kernel) -> Any:
@@ -394,7 +394,9 @@ class FakeExtension:
         self.derive(out, torch.zeros_like(out), lambda x: self.convolve(x, weight, None), grad)
 
     def grad_weight(self, x: Tensor, grad: Tensor, out: Tensor, *_: Any) -> None:
-        self.derive(out, torch.zeros_like(out), lambda weight: self.convolve(x, weight, None), grad)
+        """Of kernels that leave sums ``weight_of`` gives the result."""
+        self.weight = out if out.shape == self.p.weight_shape else torch.empty(self.p.weight_shape, dtype=x.dtype)
+        self.derive(self.weight, torch.zeros_like(self.weight), lambda w: self.convolve(x, w, None), grad)
 
     @staticmethod
     def derive(out: Tensor, at: Tensor, call: Callable[[Tensor], Tensor], grad: Tensor) -> None:
@@ -460,7 +462,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]
         found = load(source(p, "90a"))
         fake = FakeExtension(p)
         found.update(build=lambda fast: fake if fast else PlainExtension, processors=lambda device: 132)
-        found.update(check=lambda *given: None, fake=fake)
+        found.update(check=lambda *given: None, fake=fake, weight_of=lambda sums: fake.weight)
         return found
 
     return make
@@ -682,7 +684,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "exported.cpp"
 def test_the_table_of_launches_is_the_librarys(name: str) -> None:
     """Its expressions, in words of C++ too, give what the records have; at the layer's own size and at others."""
     p = layer(name)
-    found = passes.kernels(p, H200)
+    found = passes.kernels(p, H200, alone=True)
     table = json.loads(json.dumps(c.table(p, H200, "layer", found)))
     assert [one["pass"] for one in table["functions"]] == [k.pass_ for k in found]
     for k, function in zip(found, table["functions"]):

@@ -161,3 +161,26 @@ static int run(int a) {
 };
 """
     assert "for (int i = 0, of = 0; i < 1; i++, of ^= 1) a += of;" in folded(text)
+
+
+def test_another_structs_name_of_a_constant_is_not_looked_for_elsewhere() -> None:
+    """``Operand`` has no name of what ``S`` calls G_ROWS."""
+    text = """
+template <class C>
+struct Shape {
+static constexpr int G_ROWS = C::first * sizeof(C);
+};
+template <class S>
+struct Pixels {
+static constexpr int ROWS = S::G_ROWS;
+};
+template <class C, class Operand>
+struct Copies {
+static int copy(int a) { return a * Operand::ROWS; }
+};
+template <class C>
+struct Kernel {
+static int run(int a) { return Copies<C, Pixels<Shape<C>>>::copy(a); }
+};
+"""
+    assert "Operand::ROWS" in folded(text, first=2)

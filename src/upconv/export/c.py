@@ -110,7 +110,7 @@ def files(p: Problem, gpu: Gpu, name: str, forward_only: bool = False) -> dict[s
     """
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise ValueError(f"the file's name must be an identifier of C; got {name!r}")
-    found = passes.kernels(p, gpu, forward_only, cut=False)
+    found = passes.kernels(p, gpu, forward_only, alone=True)
     if not found:
         raise ValueError("the layer must have fast kernels to be exported as C, and has none")
     return {

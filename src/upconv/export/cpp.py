@@ -132,7 +132,7 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     """The records of a pass: what packs the weights, if anything does, then what computes, and what adds sums."""
     c = k.choice
     if isinstance(c, wgrad.Choice):
-        return c._two_steps(k.unit, Given("contiguous"))
+        return c._two_steps(k.unit, Given("contiguous"))[: 1 if k.records else None]
     bias: Literal["given", "none"] = "given" if k.pass_ == "fwd" else "none"
     if not k.packed_words:
         return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place", bias=bias))
@@ -162,8 +162,12 @@ def prototype(k: Kernel) -> str:
     """The declaration of a pass."""
     array = f"const std::array<int, {len(sizes(main_launch(k)))}>& sizes"
     if k.pass_ == "grad-weight":
-        tensors = ("const at::Tensor& x", "const at::Tensor& grad", "const at::Tensor& out")
-        counts = "int blocks, int slices"
+        tensors = (
+            "const at::Tensor& x",
+            "const at::Tensor& grad",
+            f"const at::Tensor& {'sums' if k.records else 'out'}",
+        )
+        counts = "int blocks" if k.records else "int blocks, int slices"
     else:
         bias = ("const std::optional<at::Tensor>& bias",) if k.pass_ == "fwd" else ()
         tensors = (f"const at::Tensor& {_source(k)}", "const at::Tensor& weight", *bias, "const at::Tensor& out")

@@ -223,7 +223,7 @@ def _other(tree: Tree, n: Node) -> str | None:
         return None
     if not scope or not re.search(r"[A-Z]{2}", found) or found.startswith("C::"):
         return found
-    return f"{scope}::{found.rpartition('::')[2]}"
+    return None if "::" in found else f"{scope}::{found}"  # whose name of it is its own
 
 
 def _has_struct(tree: Tree, n: Node) -> bool:

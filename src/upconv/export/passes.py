@@ -19,6 +19,7 @@ from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.phases import Phases
 from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Pass, Problem
 
@@ -37,6 +38,8 @@ class Kernel:
 
     pass_: Pass
     choice: Choice
+    alone: bool = False
+    """Whether it is without PyTorch, which else cuts rows and adds the sums of a weight's gradient."""
 
     @property
     def name(self) -> str:
@@ -51,9 +54,16 @@ class Kernel:
     def unit(self) -> Unit:
         """Of a file weights are packed, and the sums of the weight's gradient are added in a second step."""
         c, unit = self.choice, self.choice.sources()[0]
+        if (t := self.records) is not None:
+            return Unit(unit.label, jit.instance(t.file, t.constants(), (f"{t.entry}<{jit.CONFIG}>",)), (t.entry,))
         if not isinstance(c, gather.Choice) or not self.store_unit:
             return unit
         return replace(unit, source=gather.source(c.tiling, store_unit=self.store_unit, claimed=c.claimed))
+
+    @property
+    def records(self) -> AnyTiling | None:
+        """The tiling of blocks that leave records of sums, which PyTorch adds."""
+        return self.choice.tiling if isinstance(self.choice, wgrad.Choice) and not self.alone else None
 
     @property
     def store_unit(self) -> int:
@@ -111,32 +121,32 @@ class Kernel:
         return 1, 1
 
 
-def kernels(p: Problem, gpu: Gpu, forward_only: bool = False, cut: bool = True) -> tuple[Kernel, ...]:
+def kernels(p: Problem, gpu: Gpu, forward_only: bool = False, alone: bool = False) -> tuple[Kernel, ...]:
     """The kernel of each pass, planned for ``p``'s own size; none of a pass that plain kernels serve alone.
 
-    ``cut``: of a forward also one for rows of up to so many columns, to which the caller cuts longer ones.
+    ``alone``: those that need nothing of PyTorch's.
     """
     found: dict[Pass, Kernel] = {}
     for pass_ in tuple(NAMES)[: 1 if forward_only else None]:
-        answers = _answers(_pass(p, pass_, gpu), gpu, cut)
+        answers = _answers(_pass(p, pass_, gpu), gpu, alone)
         choice = best_of(answers)
         if pass_ == "grad-input" and choice is not None and "fwd" in found:
             alike = answers.get(_kind(found["fwd"].choice))
             if isinstance(alike, Choice) and weighed(alike) <= _ALIKE * weighed(choice):
                 choice = alike
         if isinstance(choice, Choice):
-            found[pass_] = Kernel(pass_, choice)
+            found[pass_] = Kernel(pass_, choice, alone)
     return tuple(found.values())
 
 
-def _answers(p: Problem, gpu: Gpu, cut: bool) -> dict[str, family.Choice | str]:
+def _answers(p: Problem, gpu: Gpu, alone: bool) -> dict[str, family.Choice | str]:
     """The choice of each kind of kernels that serves every size, or the sentence why there is none."""
     found = families.choose(p, gpu, general=True)
     for mode in _MODES if p.layout == "nchw" and p.pass_ != "grad-weight" else ():
         choice = pixels.choose(mode, p, gpu)
         off = isinstance(choice, TileChoice) and mode == Sweep.mode and choice.tile.shape[1] * p.dtype.itemsize % 16
         found[mode] = "boxes of a second tile begin off 16 bytes" if off else choice
-    if cut and p.pass_ == "fwd" and p.rank > 1 and joined.gap(p) % 2 == 0:  # so that every slice has even places
+    if not alone and p.pass_ == "fwd" and p.rank > 1 and joined.gap(p) % 2 == 0:  # so that every slice has even places
         found["joined"] = joined.candidate(p, gpu)
     return found
 

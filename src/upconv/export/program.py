@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling
 from upconv.export import cpp, device, passes, plain, sizes
 from upconv.export.device import WIDTH
 from upconv.export.head import head
@@ -18,10 +19,12 @@ from upconv.export.template import (
     FAST_CALLS,
     FILE,
     FORWARD_ONLY,
+    RECORDS,
     RESULT,
     ROUNDED,
     SEGMENTS,
     TF32,
+    WEIGHT_OF,
     WIDE,
 )
 from upconv.problem import Pass, Problem
@@ -48,6 +51,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "CONSTANTS": _constants(p),
         "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
+        "WEIGHT_OF": "".join(_weight_of(k.records) for k in found if k.records),
         "WIDE": WIDE if any(k.result_multiple > 1 for k in found) else "",
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
@@ -74,8 +78,30 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
             result = RESULT if k.result_multiple > 1 else {"RESULT": "", "OUT": "out", "RETURNED": "out"}
             cut = {"CUT": CUT if k.columns else "", "COLUMNS": str(k.columns)}
             values = {**cut, **result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
-            fast_call = _filled(FAST_CALLS[pass_], values)
+            text = FAST_CALLS[pass_]
+            if (t := k.records) is not None:
+                text, values["WORDS"] = RECORDS, str(t.tiles * t.sums_bytes // 4)
+            fast_call = _filled(text, values)
     return CALLS[pass_].replace("@FAST_CALL@", fast_call)
+
+
+def _weight_of(t: AnyTiling) -> str:
+    """How a weight's gradient lies in the sums of its tiles (`WgradShape`)."""
+    p, (ci, co), taps, sets = t.problem, t.block, t.taps, t.sets
+    tiles = [-(-count // of) for count, of in zip(t.channels, t.block)]
+    pitch = co + 4
+    tap = ci * pitch + 8
+    sizes = (p.groups, *tiles, *sets, *taps, ci, co)
+    strides = [1, pitch, tap, tap * taps[2], tap * taps[2] * taps[1]]
+    strides.append(t.sums_bytes // 4)
+    for n in (sets[2], sets[1], sets[0], tiles[1], tiles[0]):
+        strides.append(strides[-1] * n)
+    kernel = (1,) * (3 - p.rank) + p.kernel
+    whole = (p.groups, tiles[0] * ci, tiles[1] * co, *(a * b for a, b in zip(sets, taps)))
+    values = dict(zip(("CIN", "COUT", "KERNEL_D", "KERNEL_H", "KERNEL_W"), map(str, (*t.channels, *kernel))))
+    return _filled(
+        WEIGHT_OF, {**values, "SIZES": str(sizes), "STRIDES": str(tuple(strides[::-1])), "WHOLE": str(whole)}
+    )
 
 
 def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:

@@ -133,7 +133,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return t.clone() if t.data_ptr() % 16 else t
 
 
-@WIDE@@CALLS@
+@WIDE@@WEIGHT_OF@@CALLS@
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -262,6 +262,26 @@ FAST_CALLS = {
         return out
 """,
 }
+RECORDS = """    if is_fast(x, shape, given):
+        x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
+        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        sums = torch.empty((slices, @WORDS@), device=x.device)
+        build(True).grad_weight(x, grad, sums, blocks, sizes)
+        return weight_of(sums.sum(0)).to(x.dtype)
+"""
+"""The gradient for the weight where blocks leave records of sums."""
+WEIGHT_OF = '''def weight_of(sums: Tensor) -> Tensor:
+    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
+    axis; of each tile by taps along each axis, input and output channels."""
+    tiles = sums.as_strided(
+        @SIZES@,
+        @STRIDES@,
+    )
+    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape(@WHOLE@)
+    return whole[:, :@CIN@, :@COUT@, :@KERNEL_D@, :@KERNEL_H@, :@KERNEL_W@].reshape(WEIGHT)
+
+
+'''
 
 AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
     """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
