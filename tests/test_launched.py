@@ -111,7 +111,11 @@ def test_streams_have_counters_of_their_own(family: Any, p: Problem, stubs: Emul
     for lasting in (False, True):
         for stream[0] in (7, 8, 7):
             for call, _ in calls(p, prepared, lasting):
+                made = len(stubs.counters)
+                stubs.launched.clear()
                 call()
+                overlapping = [entry for entry, _, dependent in stubs.launched if dependent]
+                assert len(stubs.counters) == made or not overlapping, "they overlap with what zeroes their counters"
         assert bool(prepared.counters) == lasting
     for counters in prepared.counters.values():
         first, second = counters.of_streams.values()
