@@ -20,7 +20,7 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import launch
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import H200
-from upconv.cuda.launches import Map, Pointer, Zeros
+from upconv.cuda.launches import Launch, Map, Pointer, Unit, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
@@ -99,6 +99,14 @@ def test_no_launch_overlaps_with_a_copy_that_it_reads(stubs: Emulator, stream: l
                 overlapping += dependent
                 assert not (copy and dependent), name
     assert copied > 10 and overlapping > 10
+
+
+def test_launches_of_one_kernel_may_have_other_blocks(stubs: Emulator) -> None:
+    one = Launch(Unit("f", "f", ("f",)), "f", 1, 64, 16, (Pointer("source"),))
+    every: dict[Any, Any] = {}
+    for threads, shared in ((64, 16), (32, 16), (64, 0), (64, 16)):
+        prepared_module.Program((replace(one, threads=threads, shared_bytes=shared),), ("source",), 0, every)
+    assert sorted((found._threads, found._shared) for found in every.values()) == [(32, 16), (64, 0), (64, 16)]
 
 
 TOGETHER = Problem.make(128, 128, 64, (16, 16), 4, 2, 1, bias=False, precision="tf32", pass_="grad-weight")

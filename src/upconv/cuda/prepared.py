@@ -60,8 +60,8 @@ def _pieces(launch: Launch, slots: dict[Operand, int]) -> list[tuple[int, int] |
 class Program:
     """Some launches, loaded for a device, which run on operands of these names; the result is the last of them.
 
-    Each operand may be None. ``load``: `loaded` of a launch and its arguments, and ``counters``, those of so many
-    words, of what shares these.
+    Each operand may be None. ``launchers`` and ``counters`` (of `Zeros`, by their words) are those of the programs that
+    share them.
     """
 
     def __init__(
@@ -69,15 +69,16 @@ class Program:
         launches: tuple[Launch, ...],
         operands: tuple[str, ...],
         device: int,
-        load: Callable[[Launch, str], Launcher] | None = None,
-        counters: Callable[[int], Counters] | None = None,
+        launchers: dict[Any, Launcher] | None = None,
+        counters: dict[int, Counters] | None = None,
     ) -> None:
         self.launches, self.operands, self.device = launches, operands, device
+        launchers, counters = {} if launchers is None else launchers, {} if counters is None else counters
         used = [a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)]
         memory = dict.fromkeys(a.operand for a in used)
         self.scratch = [one for one in memory if isinstance(one, Scratch)]
         self.zeros = [
-            (one, Counters(one.words) if counters is None else counters(one.words))
+            (one, counters.get(one.words) or counters.setdefault(one.words, Counters(one.words)))
             for one in memory
             if isinstance(one, Zeros)
         ]
@@ -100,8 +101,10 @@ class Program:
         self._steps = []
         for launch, of in zip(launches, pieces):
             form = "".join(f"{len(one)}s" if isinstance(one, bytes) else "Q" for one in of)
-            launcher = loaded(launch, form, device) if load is None else load(launch, form)
-            self._steps.append((launcher, launch.grid, _taken([index[one] for one in of]), launch.dependent))
+            key = launch.unit, launch.entry, form, launch.threads, launch.shared_bytes, launch.cooperative
+            if key not in launchers:
+                launchers[key] = loaded(launch, form, device)
+            self._steps.append((launchers[key], launch.grid, _taken([index[one] for one in of]), launch.dependent))
 
     def __call__(self, tensors: Sequence[Tensor | None], values: Values, fresh: bool) -> None:
         """Runs the launches on operands that begin where they must. The program's device is the current one.
@@ -208,18 +211,7 @@ class _Prepared:
         return found
 
     def _of(self, launches: tuple[Launch, ...], operands: tuple[str, ...]) -> Program:
-        return Program(launches, operands, self._device, self._load, self._counters)
-
-    def _load(self, launch: Launch, arguments: str) -> Launcher:
-        key = launch.unit, launch.entry, arguments, launch.cooperative
-        found = self._launchers.get(key)
-        if found is None:
-            found = self._launchers[key] = loaded(launch, arguments, self._device)
-        return found
-
-    def _counters(self, words: int) -> Counters:
-        found = self.counters.get(words)
-        return self.counters.setdefault(words, Counters(words)) if found is None else found
+        return Program(launches, operands, self._device, self._launchers, self.counters)
 
 
 class Prepared(_Prepared):
