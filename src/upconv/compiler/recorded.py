@@ -6,18 +6,15 @@ nothing that outlives a call, since the memory pool of a captured graph does not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
-
-from torch import Tensor
 
 from upconv.cuda import engine, weights
 from upconv.planner import Plan
 from upconv.replay import native, replays
+from upconv.replay.calls import Operands
+from upconv.replay.replays import Results
 
-Operands = tuple[Tensor, Tensor, "Tensor | None"]
-Results = Sequence["Tensor | None"]
 Mask = tuple[bool, bool, bool]
 
 

@@ -24,7 +24,7 @@ from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
 from upconv.replay import native
-from upconv.replay.calls import Call, Operation
+from upconv.replay.calls import Call, Operands, Operation
 
 Results = Sequence["Tensor | None"]
 
@@ -58,9 +58,7 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
         return (operation.forward(*operands),)
 
     what, gradients = f"the forward of {operation.plan.problem}", _Gradients(operation)
-    found, known.layers[training] = layer_of(
-        module, operation.plan, what, operands, compute, known.autocast, bias is not None, gradients
-    )
+    found, known.layers[training] = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
     return None if training else found[0]
 
 
@@ -82,10 +80,9 @@ def layer_of(
     module: Any,
     plan: Plan,
     what: str,
-    operands: tuple[Tensor, Tensor, Tensor | None],
+    operands: Operands,
     compute: Callable[[], Results],
     autocast: torch.dtype | None = None,
-    biased: bool = False,
     call_back: Callable[..., Any] | None = None,
 ) -> tuple[Results, Any]:
     """The results of a pass by a plan, and a ``Layer`` that replays it; `NEVER` for one that cannot be repeated.
@@ -98,7 +95,7 @@ def layer_of(
             results, found = recording_of(what, operands, compute)
         if found is None:
             return results, NEVER
-        return results, module.Layer(index, _context(index), autocast, last, biased, found, call_back)
+        return results, module.Layer(index, _context(index), autocast, last, operands[2] is not None, found, call_back)
     except torch.OutOfMemoryError:  # which may pass: a later call is recorded
         raise
     except Exception as error:  # the pass's, or of its recording
