@@ -6,7 +6,12 @@ On a GPU each change is made to a stock model and to an accelerated one, and the
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +220,24 @@ def trained(make: Callable[[Model], torch.optim.Optimizer]) -> Run:
     return run
 
 
+def changed(change: Callable[[Tensor, int], object]) -> Run:
+    """Validates behind each of some changes of every parameter; the second argument counts them."""
+
+    def run(model: Model, x: Tensor) -> list[Tensor]:
+        found = [evaluated(model, x)]
+        for turn in range(3):
+            for p in model.parameters():
+                change(p, turn)
+            found.append(evaluated(model, x))
+        return found
+
+    return run
+
+
+def _noise(p: Tensor, turn: int) -> Tensor:
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(turn)).to(p.device, p.dtype) * 0.1
+
+
 def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
     """The training step is a CUDA graph; validations in between are not, and one more is a graph of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -249,6 +272,11 @@ def _replayed_step(model: Model, x: Tensor) -> list[Tensor]:
 
 RUNS: dict[str, Run] = {
     "fused AdamW": trained(lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True)),
+    "foreach SGD": trained(lambda m: torch.optim.SGD(m.parameters(), lr=0.05, foreach=True)),
+    "capturable Adam": trained(lambda m: torch.optim.Adam(m.parameters(), lr=0.01, capturable=True)),
+    "param.data in place": changed(lambda p, turn: p.data.mul_(0.5).add_(_noise(p, turn))),
+    "param.data set": changed(lambda p, turn: setattr(p, "data", _noise(p, turn))),
+    "DLPack alias": changed(lambda p, turn: torch.from_dlpack(p.detach()).copy_(_noise(p, turn))),
     "step in a CUDA graph": _replayed_step,
 }
 
@@ -278,6 +306,61 @@ def test_gpu_validations_agree_while_weights_change(name: str, convolutions: boo
     assert apart(theirs[1:], theirs[:-1]) > 1e-3, "the weights did not change"
 
 
+_SHARDED = """
+    import os, sys, torch, torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    sys.path[:0] = [{tests!r}]
+    import upconv
+    from test_weights import apart, evaluated, net, trained
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT={port!r}, RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("nccl")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+    def sharded(model, x):
+        for layer in model:
+            if list(layer.parameters()):
+                fully_shard(layer)
+        fully_shard(model)
+        return trained(lambda m: torch.optim.Adam(m.parameters(), lr=0.01))(model, x)
+
+    zero = trained(lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.Adam, lr=0.01))
+    x = torch.randn(4, 8, 12, 12, device="cuda")
+    for run in (sharded, zero):
+        print(apart(run(upconv.accelerate(net("cuda")), x), run(net("cuda"), x)))
+    dist.destroy_process_group()
+"""
+
+
+@CUDA
+def test_gpu_sharded_training(tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    tests = Path(__file__).resolve().parent
+    script.write_text(textwrap.dedent(_SHARDED).format(tests=str(tests), port=str(29500 + os.getpid() % 1000)))
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert all(float(line) < 1e-3 for line in found.stdout.split()[-2:]), found.stdout
+
+
+def _doubles(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+    torch.cuda.synchronize()
+
+
+@CUDA
+def test_gpu_weights_that_another_process_changes(ieee: None) -> None:
+    model, x = upconv.accelerate(nn.Sequential(net("cuda")[1])), torch.randn(4, 16, 12, 12, device="cuda")
+    before = evaluated(model, x)
+    child = torch.multiprocessing.get_context("spawn").Process(target=_doubles, args=(model[0].weight.detach(),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    bias = model[0].bias.view(-1, 1, 1)
+    assert apart([evaluated(model, x) - bias], [2 * (before - bias)]) < 1e-4
+
+
 @CUDA
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("autocast", (False, True))
@@ -296,3 +379,19 @@ def test_gpu_a_frozen_model_gives_the_same_results(dtype: torch.dtype, autocast:
     assert any(held)
     assert apart([out.float() for out in outs], [fresh.float()] * 3) < 2e-3
     assert torch.equal(outs[1], outs[2]) and torch.equal(fresh, again)
+
+
+@CUDA
+@pytest.mark.parametrize(
+    "change", (_loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, lambda m: m.cpu().cuda())
+)
+def test_gpu_a_frozen_model_is_right_behind_a_change(change: Callable[[Model], object], ieee: None) -> None:
+    x = torch.randn(4, 8, 12, 12, device="cuda")
+    model, theirs = upconv.accelerate(net("cuda").eval()), net("cuda").eval()
+    upconv.freeze(model)
+    assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
+    for each in (model, theirs):
+        torch.manual_seed(1)
+        change(each)
+    assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
+    assert not any(frozen_layers(model)[1:])
