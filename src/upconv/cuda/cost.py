@@ -28,7 +28,7 @@ class Work:
     """Bytes that the launch reads from and writes to the device memory."""
     steps: float = 0.0
     """Stages of the ring that the tile takes."""
-    stages: int = 1
+    stages: float = 1
     """Of the ring."""
     weight_steps: float = 0.0
     """Stages of a ring of weights that the tile takes."""

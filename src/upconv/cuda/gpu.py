@@ -85,6 +85,7 @@ CHIPS: dict[str, Chip] = {
 }
 """GPUs by the words of their names."""
 
+SECTOR = 32  # bytes that memory brings, and is written, at a time
 MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step

@@ -9,10 +9,9 @@ import torch
 
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct.tiles import Tile, weight_blocks
-from upconv.cuda.gpu import CORES, Gpu, fma_lanes, threads_per_sm
+from upconv.cuda.gpu import CORES, SECTOR, Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
-_SECTOR = 32  # bytes that memory brings at a time
 _SCHEDULERS = 4  # of a multiprocessor, each of which issues some of its warps' instructions
 _RANGES = 512  # of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
@@ -159,7 +158,7 @@ def _overread(p: Problem, tile: Tile) -> float:
     """Bytes of sectors over those of the source's columns, where a column is every so many channels (channels_last)."""
     if tile.lanes_are_channels or p.layout != "channels_last":
         return 1.0
-    return max(1.0, min(_SECTOR / p.dtype.itemsize, tile.groups_of[0] * p.groups) / tile.chunk)
+    return max(1.0, min(SECTOR / p.dtype.itemsize, tile.groups_of[0] * p.groups) / tile.chunk)
 
 
 def most_ranges(p: Problem, tile: Tile) -> int:

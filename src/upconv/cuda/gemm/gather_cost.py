@@ -11,7 +11,7 @@ import math
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
-from upconv.cuda.gpu import RATES, Gpu
+from upconv.cuda.gpu import RATES, SECTOR, Gpu
 from upconv.problem import Problem
 
 _DRAIN = 300.0  # clocks of tensor cores that run dry behind a stretch of code
@@ -31,8 +31,7 @@ _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing h
 _BESIDE_MEMORY = {"nchw": 0.19, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
-_PLENTY = 10**6  # stages of a ring that nobody waits for
-_SECTOR, _SECTORS = 32, 165.0  # bytes; of a run those that the unfilled sectors at its ends cost
+_SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
 _OFF_SECTORS = 1.25  # bytes of the device memory, where a result's rows do not begin at sectors
 _LINE = 128  # bytes that come from memory together
 _LOST = 0.9, 0.2, 1.2  # share of a line's rest that comes again; bytes of lines in work over the cache's: none, all
@@ -52,7 +51,7 @@ def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
         *_multiplied(t, fragments),
         waves=-(-tiles // gpu.multiprocessors),
         moved=_moved(t, p, tiles, gpu),
-        stages=_PLENTY,
+        stages=math.inf,  # which nobody waits for
         stored=stored,
         in_turn=t.split == 2,
         beside_memory=_BESIDE_MEMORY[p.layout],
@@ -113,7 +112,7 @@ def fragment_clocks(t: Tiling) -> float:
 
 def alignment_of(p: Problem) -> int:
     """Bytes at which rows of an NCHW result begin, up to a sector's."""
-    return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, _SECTOR)
+    return math.gcd(result_shape(p)[-1] * p.dtype.itemsize, SECTOR)
 
 
 # --- pixels and weights on their way ---------------------------------------------------------------------------------
@@ -149,7 +148,7 @@ def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
 
 def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
     """Bytes of the device memory. Rows, and pixels of channels_last, that no tap reads stay there."""
-    off_sectors = not t.channels_last and alignment_of(p) < _SECTOR
+    off_sectors = not t.channels_last and alignment_of(p) < SECTOR
     each = 1 + _STAGED_ROW[off_sectors] / t.out_span if t.drained else _OFF_SECTORS if off_sectors else 1.0
     written = math.prod(result_shape(p)) * each
     read = float(math.prod(source_shape(p)))
@@ -198,10 +197,10 @@ def _unfilled(t: Tiling, alignment: int) -> float:
     if t.shuffle is not None:
         return 1.5
     if t.channels_last:
-        return 1.0 if t.cout_g * t.element % _SECTOR == 0 else 1.5
+        return 1.0 if t.cout_g * t.element % SECTOR == 0 else 1.5
     if not t.contiguous:
-        return _SECTOR / (t.element * t.width_subs)
-    return 1.0 if alignment == _SECTOR else 1 + _SECTORS / (t.runs * 8 * t.width_subs * t.element)
+        return SECTOR / (t.element * t.width_subs)
+    return 1.0 if alignment == SECTOR else 1 + _SECTORS / (t.runs * 8 * t.width_subs * t.element)
 
 
 def _instructions(t: Tiling, alignment: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from upconv.cuda.cost import Cost, Work, cost, tile_clocks
-from upconv.cuda.gpu import RATES, Gpu
+from upconv.cuda.gpu import RATES, SECTOR, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import derived
@@ -23,7 +23,6 @@ _COPIED, _TURNED, _SYNC_COPIED = 2.17, 3.06, 0.62
 _TURNED_CHUNK = 805.0
 _COLUMNS = {2: 0.91, 4: 0.71}  # of the clocks for an instruction's columns, by bytes of an element
 _SHORT = 0.55  # more reads of rows of x that take half a line; three times as many of a quarter
-_SECTOR = 32  # bytes that are written together
 
 AnyTiling = SyncTiling | WarpgroupTiling
 Ending = Literal["alone", "together", "steps"]
@@ -99,7 +98,7 @@ class Model:
     def _endings(self, t: AnyTiling) -> Callable[[int], float]:
         """What sums take on their way from blocks to the weight, by splits."""
         weight, records = t.element * self.numel, t.tiles * t.k_slices * t.sums_bytes
-        parts = max(0.0, _SECTOR / _run(t, self.p) - 1) * weight  # sectors are written in parts
+        parts = max(0.0, SECTOR / _run(t, self.p) - 1) * weight  # sectors are written in parts
 
         def seconds(splits: int) -> float:
             how = "steps" if self.general else ending(t, splits, self.gpu)
