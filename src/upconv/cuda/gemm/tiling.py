@@ -33,9 +33,13 @@ _of_steps = derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma"
 
 def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool:
     """Whether rounds of so many taps differ only in where they begin, along W by multiples of a step."""
-    rounds = [block[i : i + taps] for block in blocks for i in range(0, len(block), taps)]
-    lie = {tuple((d - one[0][0], h - one[0][1], w - one[0][2] // step * step) for d, h, w in one) for one in rounds}
-    return len(lie) == 1
+    first: list[Triple] = []
+    for one in (block[i : i + taps] for block in blocks for i in range(0, len(block), taps)):
+        lie = [(d - one[0][0], h - one[0][1], w - one[0][2] // step * step) for d, h, w in one]
+        first = first or lie
+        if lie != first:
+            return False
+    return bool(first)
 
 
 @dataclass(frozen=True)
