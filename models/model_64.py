@@ -733,10 +733,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant) * T::K_STEPS;
-}
+static __device__ __forceinline__ int stretch_of(int variant) { return entries_of(variant) * T::K_STEPS; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -860,14 +857,11 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
     for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
 #pragma unroll 1
-      while (left > 0) {
-        int stretch = left;
-        left -= stretch;
+      for (int i = 1; i > 0; i--) {
 #pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+        for (int left = G::stretch_of(0); left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
@@ -1233,7 +1227,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>

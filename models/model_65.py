@@ -22,16 +22,16 @@ Constraints:
   have, too.
 
 Kernels:
-- forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-  fragments, 143 KB shared.
-- gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-  ring of 6 x 7 fragments, 143 KB shared.
+- forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 7
+  fragments, 192 KB shared.
+- gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+  ring of 6 x 7 fragments, 192 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 204 KB shared.
 
 A block of the forward, whose rings are of shared memory:
-  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 32 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 7 fragments ----------------------------------------------------+-> wgmma -> result
+  input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 32 pixels, halo, 16 channels) --+
+  weights -> packed -> ring of 6 x 7 fragments -----------------------------------------------------+-> wgmma -> result
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -608,7 +608,7 @@ static __device__ __forceinline__ int column_of(int within) {
 
 // Byte of the 16-byte unit `unit` of pixel row `p` in a tile.
 static __device__ __forceinline__ u32 unit_at(int p, int unit) {
-  int swizzle = (p >> 2) & 1;
+  int swizzle = (p >> 1) & 3;
   return p * ROW_BYTES + ((unit ^ swizzle) << 4);
 }
 
@@ -722,7 +722,7 @@ static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * T::K_STEPS;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -746,10 +746,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b));
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return entries_of(variant) / C::taps_unrolled; }  // of a chunk
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -832,7 +829,7 @@ template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
   long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
-  return packed + before * G::FRAGMENT;
+  return packed + before * (G::STEPS_PER_TAP * G::FRAGMENT);
 }
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
@@ -873,14 +870,11 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
     for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
 #pragma unroll 1
-      while (left > 0) {
-        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::STEPS_PER_TAP;
-        left -= stretch;
+      for (int i = G::stretches_of(0); i > 0; i--) {
 #pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+        for (int left = 14; left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
@@ -916,12 +910,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), whole = left / 7;
-    stages += whole + (left % 7);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((14 + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
@@ -987,7 +976,7 @@ static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a 
 static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
-static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
+static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
 template <class Write>
@@ -1004,7 +993,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
   const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
   const int group = block, tap = PACKED_TAP<C>[entry + warp * 16 / C::rows_per_sub];
-  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
+  const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) * G::K_STEPS + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
@@ -1243,7 +1232,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(G::PITCH * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
+  const u64 upper = ((u64)(G::PITCH * G::ROW_BYTES >> 4) << 32) | ((u64)(2) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += 1) {
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
@@ -1254,7 +1243,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1283,7 +1272,7 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 // free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
-  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, 0, 0, lane);
+  pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
   u32 done = weights.in_hand();
   if (i + 1 < steps) {
@@ -1298,10 +1287,11 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 }
 };
 
-// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
-// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
-// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
+// More steps: a loop of rounds of C::taps_unrolled taps of a block, which take less time to compile than straight code.
 
+// C::queued: in a round all sets of fragments come round, so ptxas can see that a set is free again, and the tensor cores do not drain between
+// rounds. Such rounds are alike but for where their pixels begin. That, and a round's first fragment, are asked for in the round before. Other
+// rounds drain, and read tables of taps, which is slower.
 template <class C>
 struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
@@ -1310,29 +1300,36 @@ using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 
+// `begin`: of C::queued rounds the shift of the first tap, else its entry.
+static __device__ __forceinline__ int begin_of(int entry) { return TAP_ROW<C>[entry]; }
+template <int TAP>
+static __device__ __forceinline__ int shift_of(int begin) {
+  constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+  return begin + SHIFT;
+}
+
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP];
-  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  S::step(acc, a, weights, pixels, shift_of<STEP / G::STEPS_PER_TAP>(begin), STEP, G::LONGEST_STRETCH, lane, left);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
   u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  u32 a[C::fragment_sets][4];
+  int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
+  int next = begin_of(entry);
   weights.load(a[0], 0);
 #pragma unroll 1
   while (left > 0) {
-    Pixels shifted = pixels;
-    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    int begin = __shfl_sync(0xffffffffu, next, 0);
     entry += C::taps_unrolled;
-    if (--left) begin = TAP_ROW<C>[entry];
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
-    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+    if (--left) next = begin_of(entry);
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
+    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
   }
   wgmma_wait<0>();
 }
@@ -2450,12 +2447,12 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 }
 
 // =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 143 KB shared.
+// Forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 7
+// fragments, 192 KB shared.
 // =====================================================================================================================
 
 struct Forward {
-  static constexpr int cin_g = 64, first_w = -6, columns = 38, plane = 38, precision = 0, ck = 8, tile_n = 1;
+  static constexpr int cin_g = 64, first_w = -6, columns = 38, plane = 38, precision = 0, ck = 16, tile_n = 1;
   static constexpr int tile_h = 8, tile_w = 32, rows_h = 10, offsets_d[1] = {0};
   static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1, stages_p = 2, stages_s = 2;
   static constexpr int fetch = 1, first_h = -2, box_units = 10, column_pad = 2, cout_g = 64, mb = 1, rows_per_sub = 64;
@@ -2466,28 +2463,29 @@ struct Forward {
   static constexpr int tap_indices[21] = {20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int round_shifts[7] = {0, 1, 2, 3, 4, 5, 6}, run_groups = 4, store_unit = 8, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, queued = true;
+  static constexpr bool boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 7 fragments, 143 KB shared.
+// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
+// ring of 6 x 7 fragments, 192 KB shared.
 // =====================================================================================================================
 
 struct GradInput {
-  static constexpr int cin_g = 64, first_w = 0, columns = 38, plane = 38, precision = 0, ck = 8, tile_n = 1, tile_h = 8;
-  static constexpr int tile_w = 32, rows_h = 10, offsets_d[1] = {0}, offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
-  static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = 0, box_units = 10, column_pad = 0;
-  static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 7, ring_fragments = 42;
-  static constexpr int cout = 64, taps = 21, sub_w = 8, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
-  static constexpr int stages_w = 6, taps_unrolled = 7, fragment_sets = 7, entries[2] = {0, 21};
+  static constexpr int cin_g = 64, first_w = 0, columns = 38, plane = 38, precision = 0, ck = 16, tile_n = 1;
+  static constexpr int tile_h = 8, tile_w = 32, rows_h = 10, offsets_d[1] = {0};
+  static constexpr int offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, planes = 1, stages_p = 2, stages_s = 2;
+  static constexpr int fetch = 1, first_h = 0, box_units = 10, column_pad = 0, cout_g = 64, mb = 1, rows_per_sub = 64;
+  static constexpr int m_groups = 1, w_stage = 7, ring_fragments = 42, cout = 64, taps = 21, sub_w = 8, w_subs = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, taps_unrolled = 7;
+  static constexpr int fragment_sets = 7, entries[2] = {0, 21};
   static constexpr int tap_rows[21] = {0, 1, 2, 3, 4, 5, 6, 38, 39, 40, 41, 42, 43, 44, 76, 77, 78, 79, 80, 81, 82};
   static constexpr int tap_indices[21] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20};
   static constexpr int round_shifts[7] = {0, 1, 2, 3, 4, 5, 6}, run_groups = 4, store_unit = 8, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, queued = true;
+  static constexpr bool boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2581,10 +2579,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({344064}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<84, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 146824), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 197000), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{40, 10, 1, 8, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{40, 10, 1, 16, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2596,10 +2594,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({344064}, grad.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<84, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 146824), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 197000), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{40, 10, 1, 8, 1},
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{40, 10, 1, 16, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -716,7 +716,7 @@ static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -1219,7 +1219,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1262,10 +1262,11 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 }
 };
 
-// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
-// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
-// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
+// More steps: a loop of rounds of C::taps_unrolled taps of a block, which take less time to compile than straight code.
 
+// C::queued: in a round all sets of fragments come round, so ptxas can see that a set is free again, and the tensor cores do not drain between
+// rounds. Such rounds are alike but for where their pixels begin. That, and a round's first fragment, are asked for in the round before. Other
+// rounds drain, and read tables of taps, which is slower.
 template <class C>
 struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
@@ -1274,29 +1275,36 @@ using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 
+// `begin`: of C::queued rounds the shift of the first tap, else its entry.
+static __device__ __forceinline__ int begin_of(int entry) { return TAP_ROW<C>[entry]; }
+template <int TAP>
+static __device__ __forceinline__ int shift_of(int begin) {
+  constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+  return begin + SHIFT;
+}
+
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP];
-  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  S::step(acc, a, weights, pixels, shift_of<STEP>(begin), STEP, C::taps_unrolled, lane, left);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
   u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  u32 a[C::fragment_sets][4];
+  int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
+  int next = begin_of(entry);
   weights.load(a[0], 0);
 #pragma unroll 1
   while (left > 0) {
-    Pixels shifted = pixels;
-    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    int begin = __shfl_sync(0xffffffffu, next, 0);
     entry += C::taps_unrolled;
-    if (--left) begin = TAP_ROW<C>[entry];
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
-    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+    if (--left) next = begin_of(entry);
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
+    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
   }
   wgmma_wait<0>();
 }
@@ -2434,8 +2442,8 @@ struct Forward {
   static constexpr int tap_indices[24] = {8, -1, 7, -1, 6, -1, 5, 8, 4, 7, 3, 6, 2, 5, 1, 4, 0, 3, -1, 2, -1, 1, -1, 0};
   static constexpr int round_shifts[6] = {0, 1, 2, 66, 67, 68}, run_groups = 8, store_unit = 8, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = false, queued = true;
+  static constexpr bool boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2455,8 +2463,8 @@ struct GradInput {
   static constexpr int tap_indices[24] = {0, -1, 1, -1, 2, -1, 3, 0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, -1, 6, -1, 7, -1, 8};
   static constexpr int round_shifts[6] = {0, 1, 2, 66, 67, 68}, run_groups = 8, store_unit = 8, producer_registers = 48;
   static constexpr int consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = true, grad_input = true, queued = true;
+  static constexpr bool boxed = false, claimed = true;
 };
 
 // =====================================================================================================================

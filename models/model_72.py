@@ -988,7 +988,6 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
-static constexpr int PARTS = 2;  // of an operand
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -1000,7 +999,7 @@ static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
+static constexpr int STAGE_BYTES = 2 * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane + within / C::plane;
@@ -1104,10 +1103,6 @@ struct Walk {
 template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders;
@@ -1129,7 +1124,7 @@ static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
 static constexpr int NB = SUBTILES / 2;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled * 2;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled * 2;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -1153,10 +1148,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b)) * 2;
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return entries_of(variant) / C::taps_unrolled; }  // of a chunk
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -1282,18 +1274,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int b = 0; b < C::mb; b++) {
-        int left = G::steps_of(0, b);
+      for (int i = G::stretches_of(0); i > 0; i--) {
 #pragma unroll 1
-        while (left > 0) {
-          int stretch = left >= G::LONGEST_STRETCH ? G::LONGEST_STRETCH : 2;
-          left -= stretch;
-#pragma unroll 1
-          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-          }
+        for (int left = 12; left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
+          barrier_wait(empty + cursor.stage * 8, cursor.parity);
+          W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
       }
     }
@@ -1647,11 +1633,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = 2>
-struct ChunkOf;
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 template <class C>
 struct StepOf {
@@ -1668,36 +1650,36 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 
 };
 
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf;
+// More steps: a loop of rounds of C::taps_unrolled taps of a block, which take less time to compile than straight code.
 
 // The products of IEEE's parts. Tensor cores truncate as they add, by an error in proportion to the sum: so all corrections of a
-// stretch, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
+// round, which are smaller by 2^-11, come before the first product of high parts. Low parts of weights take C::fragment_sets sets
 // of registers in turn, high ones keep theirs to the end.
 template <class C>
-struct StretchOf<C, 2> : StepOf<C> {
+struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
+using Weights = typename S::Weights;
+using Pixels = typename S::Pixels;
+using Sums = float[G::MB][G::NB][32];
+static constexpr int STEPS = G::LONGEST_STRETCH / 2;              // of two fragments
 
 // The error also grows with the length of a sum. So sums are kept short, and added with rounding.
 static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       sum[0][i] += acc[0][i];
-                  // wgmma begins a stretch's sums anew
+                  // wgmma begins a round's sums anew
     }
 }
 
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 high[C::taps_unrolled][4], low[C::fragment_sets][4];
+static __device__ __forceinline__ void multiply_round(typename S::Sums& acc, Weights& weights, const Pixels& pixels, int entry, int lane) {
+  u32 high[STEPS][4], low[C::fragment_sets][4];
   const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
   weights.load(high[0], 0);
   weights.load(low[0], 1);
 #pragma unroll
-  for (int i = 0; i < C::taps_unrolled; i++) {
+  for (int i = 0; i < STEPS; i++) {
     int shift = taps[i], k_step = 0;
     u32 done = 0;
     wgmma_fence();
@@ -1706,35 +1688,30 @@ static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename 
     pixels.template multiply<false>(acc, low[i % C::fragment_sets], shift, k_step, 0, lane);
     wgmma_commit();
     done = weights.in_hand();
-    if (i + 1 < C::taps_unrolled) {
+    if (i + 1 < STEPS) {
       weights.load(high[i + 1], 2 * i + 2);
       weights.load(low[(i + 1) % C::fragment_sets], 2 * i + 3);
     }
-    if (i + 1 < C::taps_unrolled) wgmma_wait<1>();
-    if ((i + 1 == C::taps_unrolled || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
+    if (i + 1 < STEPS) wgmma_wait<1>();
+    if ((i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
   }
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < C::taps_unrolled; i++) pixels.template multiply<false>(acc, high[i], taps[i], 0, 0, lane);
+  for (int i = 0; i < STEPS; i++) pixels.template multiply<false>(acc, high[i], taps[i], 0, 0, lane);
   wgmma_commit();
   wgmma_wait<0>();
-  weights.end_stretch(2 * C::taps_unrolled);
-  promote(acc, sum);
+  weights.end_stretch(G::LONGEST_STRETCH);
 }
-};
 
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, Weights& weights, const Pixels& pixels, int lane) {
 #pragma unroll
   for (int b = 0; b < C::mb; b++) {
-    int e = G::first_entry(variant, b), last = G::end_entry(variant, b);
+    int end = G::end_entry(variant, b);
 #pragma unroll 1
-    for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[b], sum[b], weights, pixels, e, lane);
+    for (int entry = G::first_entry(variant, b); entry < end; entry += C::taps_unrolled) {
+      multiply_round(acc[b], weights, pixels, entry, lane);
+      promote(acc[b], sum[b]);
+    }
   }
 }
 };
@@ -2568,8 +2545,8 @@ struct Forward {
   static constexpr int box_units = 18, column_pad = 3, cout_g = 8, mb = 2, subs = 4, rows_per_sub = 16, m_groups = 4;
   static constexpr int w_stage = 6, ring_fragments = 42, out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 32;
   static constexpr int taps = 105, w_subs = 2, blocks_of_w[2] = {0, 1}, subs_d[4] = {0, 0, 1, 1};
-  static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, stages_w = 7, steps = 2, taps_unrolled = 6;
-  static constexpr int fragment_sets = 3, entries[3] = {0, 18, 42};
+  static constexpr int subs_h[4] = {0, 1, 0, 1}, subs_w[1] = {0}, stages_w = 7, taps_unrolled = 6, fragment_sets = 3;
+  static constexpr int entries[3] = {0, 18, 42};
   static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
   static constexpr int run_groups = 8, store_unit = 16, producer_registers = 72, consumer_registers = 184;

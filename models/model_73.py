@@ -836,9 +836,8 @@ static constexpr int MB = C::mb;                        // blocks of 64 rows of 
 static constexpr int SUBTILES = C::tile_n;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -862,10 +861,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b));
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return entries_of(variant) / C::taps_unrolled; }  // of a chunk
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -922,14 +918,11 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
     for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
 #pragma unroll 1
-      while (left > 0) {
-        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::STEPS_PER_TAP;
-        left -= stretch;
+      for (int i = G::stretches_of(0); i > 0; i--) {
 #pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+        for (int left = 9; left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
@@ -965,12 +958,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), whole = left / 9;
-    stages += whole * ((9 + C::w_stage - 1) / C::w_stage) + (left % 9);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((9 + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
@@ -1299,7 +1287,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1343,10 +1331,11 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 }
 };
 
-// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
-// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
-// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
+// More steps: a loop of rounds of C::taps_unrolled taps of a block, which take less time to compile than straight code.
 
+// C::queued: in a round all sets of fragments come round, so ptxas can see that a set is free again, and the tensor cores do not drain between
+// rounds. Such rounds are alike but for where their pixels begin. That, and a round's first fragment, are asked for in the round before. Other
+// rounds drain, and read tables of taps, which is slower.
 template <class C>
 struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
@@ -1355,29 +1344,36 @@ using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 
+// `begin`: of C::queued rounds the shift of the first tap, else its entry.
+static __device__ __forceinline__ int begin_of(int entry) { return TAP_ROW<C>[entry]; }
+template <int TAP>
+static __device__ __forceinline__ int shift_of(int begin) {
+  constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+  return begin + SHIFT;
+}
+
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP];
-  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  S::step(acc, a, weights, pixels, shift_of<STEP>(begin), STEP, C::taps_unrolled, lane, left);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
   u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  u32 a[C::fragment_sets][4];
+  int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
+  int next = begin_of(entry);
   weights.load(a[0], 0);
 #pragma unroll 1
   while (left > 0) {
-    Pixels shifted = pixels;
-    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    int begin = __shfl_sync(0xffffffffu, next, 0);
     entry += C::taps_unrolled;
-    if (--left) begin = TAP_ROW<C>[entry];
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
-    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+    if (--left) next = begin_of(entry);
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
+    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
   }
   wgmma_wait<0>();
 }
@@ -2892,7 +2888,8 @@ struct GradInput {
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
   static constexpr int round_shifts[9] = {0, 65, 1, 130, 195, 131, 260, 325, 261}, run_groups = 8, store_unit = 16;
   static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, boxed = false, claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, queued = true, boxed = false;
+  static constexpr bool claimed = true;
 };
 
 // =====================================================================================================================

@@ -599,7 +599,6 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
-static constexpr int PARTS = 1;  // of an operand
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -611,7 +610,6 @@ static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   if constexpr (C::planes == C::in_step_w) return within % C::plane * C::in_step_w + within / C::plane;
@@ -714,10 +712,6 @@ struct Walk {
 template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
-// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
-// one stretch. More: a chunk is a loop of rounds, between which the tensor cores do not drain. Else C::taps_unrolled taps of a block are a stretch.
-enum Steps { STRAIGHT, ROLLED, LOOPED };
-
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders {
@@ -744,9 +738,8 @@ static constexpr int SUBTILES = C::tile_d * H_SUBTILES;  // of 64 pixels
 static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
-static constexpr int LONGEST_STRETCH = C::taps_unrolled;  // where not STRAIGHT
+static constexpr int LONGEST_STRETCH = C::taps_unrolled;
 
 struct Tile {
   int group, cout_block, variant;                      // M-group
@@ -770,10 +763,8 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return (end_entry(variant, b) - first_entry(variant, b));
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return entries_of(variant) / C::taps_unrolled; }  // of a chunk
+static __device__ __forceinline__ int stretch_of(int variant) { return C::taps_unrolled; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 // A block's chunks of a tile: all, or a share.
@@ -899,14 +890,11 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
     for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
       W::begin_chunk(from, t, chunk);
-      int left = G::steps_of(0, 0);
 #pragma unroll 1
-      while (left > 0) {
-        int stretch = left >= C::taps_unrolled ? C::taps_unrolled : G::STEPS_PER_TAP;
-        left -= stretch;
+      for (int i = G::stretches_of(0); i > 0; i--) {
 #pragma unroll 1
-        for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-          u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+        for (int left = G::stretch_of(0); left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
         }
@@ -942,12 +930,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), longest = C::taps_unrolled, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage) + (left % longest);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
@@ -1212,7 +1195,7 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
@@ -1281,7 +1264,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>
@@ -1290,10 +1273,6 @@ template <int N, int... BEHIND>
 struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
-
-// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
-template <class C, int = C::steps, int PARTS = 1>
-struct ChunkOf;
 
 template <class C>
 struct StepOf {
@@ -1320,84 +1299,60 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
-  } else if (C::steps == ROLLED) {
+  } else {
     weights.end_stretch(steps);
     if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
-  } else {
-    wgmma_wait<0>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
 }
 };
 
-// More steps: a loop of rounds of C::taps_unrolled taps, which take less time to compile than straight code. In a round all sets of fragments
-// come round: so ptxas can see that a set is free again, and the tensor cores do not drain between rounds. Rounds are alike but for where their
-// pixels begin. That, and a round's first fragment, are asked for in the round before: tables of taps read in each would be slower.
+// More steps: a loop of rounds of C::taps_unrolled taps of a block, which take less time to compile than straight code.
 
+// C::queued: in a round all sets of fragments come round, so ptxas can see that a set is free again, and the tensor cores do not drain between
+// rounds. Such rounds are alike but for where their pixels begin. That, and a round's first fragment, are asked for in the round before. Other
+// rounds drain, and read tables of taps, which is slower.
 template <class C>
-struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
+struct ChunkOf : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 
+// `begin`: of C::queued rounds the shift of the first tap, else its entry.
+static __device__ __forceinline__ int begin_of(int entry) { return TAP_ROW<C>[entry]; }
+template <int TAP>
+static __device__ __forceinline__ int shift_of(int begin) {
+  constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+  return begin + SHIFT;
+}
+
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  constexpr int shift = C::round_shifts[STEP];
-  S::step(acc[0], a, weights, pixels, shift, STEP, C::taps_unrolled, lane, left);
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  S::step(acc, a, weights, pixels, shift_of<STEP>(begin), STEP, C::taps_unrolled, lane, left);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 a[C::fragment_sets][4];
   u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  int entry = G::first_entry(variant), left = G::entries_of(variant) / C::taps_unrolled, begin = TAP_ROW<C>[entry];
+  u32 a[C::fragment_sets][4];
+  int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
+  int next = begin_of(entry);
   weights.load(a[0], 0);
 #pragma unroll 1
   while (left > 0) {
-    Pixels shifted = pixels;
-    shifted.start = __shfl_sync(0xffffffffu, pixels.start + begin * (G::ROW_BYTES / 16), 0);
+    int begin = __shfl_sync(0xffffffffu, next, 0);
     entry += C::taps_unrolled;
-    if (--left) begin = TAP_ROW<C>[entry];
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc, a, weights, shifted, left, behind, lane);
-    behind = empty, full += 8, empty += 8;              // the last plane is the chunk's to give back
+    if (--left) next = begin_of(entry);
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
+    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
   }
   wgmma_wait<0>();
-}
-};
-
-// Many steps: a loop over stretches of some taps of a block.
-
-// C::taps_unrolled taps from `entry` on, in one product each; `StretchOf<C, 2>` has IEEE's three.
-template <class C, int PARTS>
-struct StretchOf : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-static __device__ __forceinline__ void multiply(typename S::Sums& acc, typename S::Sums&, typename S::Weights& weights, const typename S::Pixels& pixels, int entry, int lane) {
-  u32 a[C::fragment_sets][4];
-  weights.load(a[0], 0);
-  const int* taps = TAP_ROW<C>.at + __shfl_sync(0xffffffffu, entry, 0);
-#pragma unroll
-  for (int i = 0; i < C::taps_unrolled; i++) S::step(acc, a, weights, pixels, taps[i], i, C::taps_unrolled, lane);
-  weights.end_stretch(C::taps_unrolled);
-}
-};
-
-template <class C, int PARTS>
-struct ChunkOf<C, LOOPED, PARTS> : StepOf<C> {
-using G = GatherWork<C>;
-using S = StepOf<C>;
-using Sums = float[G::MB][G::NB][32];
-
-static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, typename S::Weights& weights, const typename S::Pixels& pixels, int lane) {
-  int e = G::first_entry(variant, 0), last = G::end_entry(variant, 0);
-#pragma unroll 1
-  for (; e + C::taps_unrolled <= last; e += C::taps_unrolled) StretchOf<C, PARTS>::multiply(acc[0], sum[0], weights, pixels, e, lane);
 }
 };
 
@@ -1791,7 +1746,7 @@ static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
+static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
 static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
@@ -1830,7 +1785,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
+      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
@@ -2622,15 +2577,15 @@ struct Forward {
   static constexpr int box_units = 18, column_pad = 3, cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64;
   static constexpr int m_groups = 1, w_stage = 5, ring_fragments = 40, out_step_d = 2, out_step_h = 2, out_step_w = 2;
   static constexpr int cout = 64, taps = 27, sub_h = 1, w_subs = 2, blocks_of_w[2] = {-1, 0}, subs_d[1] = {1};
-  static constexpr int subs_h[1] = {1}, subs_w[1] = {0}, stages_w = 8, steps = 1, taps_unrolled = 9, fragment_sets = 3;
+  static constexpr int subs_h[1] = {1}, subs_w[1] = {0}, stages_w = 8, taps_unrolled = 9, fragment_sets = 3;
   static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596, 660, 661, 662};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
   static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, run_groups = 8, bares[2] = {0, 2};
   static constexpr int bares_d[2] = {1, 0}, bares_h[2] = {0, 0}, bares_rows[2] = {1, 0}, store_unit = 4, cluster = 1;
   static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, bare = true;
-  static constexpr bool boxed = false, claimed = true;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, queued = true;
+  static constexpr bool bare = true, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2647,13 +2602,14 @@ struct GradInput {
   static constexpr int box_units = 6, column_pad = 3, cout_g = 32, split = 0, mb = 1, subs = 2, rows_per_sub = 32;
   static constexpr int m_groups = 1, w_stage = 6, ring_fragments = 30, out_step_d = 1, out_step_h = 2, out_step_w = 1;
   static constexpr int cout = 32, taps = 27, sub_h = 8, w_subs = 1, blocks_of_w[1] = {0}, subs_d[2] = {0, 0};
-  static constexpr int subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 5, steps = 2, taps_unrolled = 18;
-  static constexpr int fragment_sets = 3, entries[2] = {0, 36};
+  static constexpr int subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 5, taps_unrolled = 12, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 36};
   static constexpr int tap_rows[36] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32, 180, 181, 182, 190, 191, 192, 200, 201, 202, 210, 211, 212, 360, 361, 362, 370, 371, 372, 380, 381, 382, 390, 391, 392};
   static constexpr int tap_indices[72] = {0, -1, 1, -1, 2, -1, 3, 0, 4, 1, 5, 2, 6, 3, 7, 4, 8, 5, -1, 6, -1, 7, -1, 8, 9, -1, 10, -1, 11, -1, 12, 9, 13, 10, 14, 11, 15, 12, 16, 13, 17, 14, -1, 15, -1, 16, -1, 17, 18, -1, 19, -1, 20, -1, 21, 18, 22, 19, 23, 20, 24, 21, 25, 22, 26, 23, -1, 24, -1, 25, -1, 26};
-  static constexpr int run_groups = 1, store_unit = 4, cluster = 1, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, bare = false;
-  static constexpr bool boxed = false, claimed = false;
+  static constexpr int round_shifts[12] = {0, 1, 2, 10, 11, 12, 20, 21, 22, 30, 31, 32}, run_groups = 1, store_unit = 4;
+  static constexpr int cluster = 1, producer_registers = 48, consumer_registers = 208;
+  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, queued = true;
+  static constexpr bool bare = false, boxed = false, claimed = false;
 };
 
 // =====================================================================================================================

@@ -776,10 +776,8 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-// Of block b, or, STRAIGHT, of all of them.
-static __device__ __forceinline__ int steps_of(int variant, int b) {
-  return entries_of(variant) * T::K_STEPS;
-}
+static __device__ __forceinline__ int stretches_of(int variant) { return 1; }  // of a chunk
+static __device__ __forceinline__ int stretch_of(int variant) { return entries_of(variant) * T::K_STEPS; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 // A block's chunks of a tile: all, or a share.
@@ -917,14 +915,11 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
       for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
         W::begin_chunk(from, t, chunk);
-        int left = G::steps_of(t.variant, 0);
 #pragma unroll 1
-        while (left > 0) {
-          int stretch = left;
-          left -= stretch;
+        for (int i = 1; i > 0; i--) {
 #pragma unroll 1
-          for (; stretch > 0; stretch -= C::w_stage, cursor.next()) {
-            u32 bytes = (stretch < C::w_stage ? stretch : C::w_stage) * STEP_BYTES;
+          for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
+            u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
             barrier_wait(empty + cursor.stage * 8, cursor.parity);
             W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
           }
@@ -986,12 +981,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  int stages = 0;                                       // of a chunk
-  {
-    int left = G::steps_of(variant, 0), longest = left, whole = longest ? left / longest : 0;
-    stages += whole * ((longest + C::w_stage - 1) / C::w_stage);
-  }
-  cursor.move(G::chunks_of(variant) * stages);
+  cursor.move(G::chunks_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
@@ -1448,7 +1438,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh, gather_rolled.cuh and gather_looped.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
 
 // 0 to N - 1.
 template <int...>

@@ -23,6 +23,7 @@ from upconv.problem import Problem
 
 pytestmark = needs_gxx
 MODELS = Path(__file__).parent.parent / "models"
+TENSOR_CORES = [n for n in signatures.KERNELBENCH if kernelbench_problem(n).groups == 1]
 _FUNCTION = re.compile(r"^void (\w+)\(const at::Tensor& ", re.MULTILINE)
 _LAUNCH = re.compile(r"(kernels::\w+(?:<[^<>]*(?:<[^<>]*>)?[^<>]*>)?)<<<(.*?)>>>\(")
 _CALL = """
@@ -58,7 +59,10 @@ def for_host(code: str) -> str:
     ]
     kernels = syntax.without(tree, cut)
     kernels = re.sub(
-        r"^(?:typedef .*;|template <int N> struct WgmmaOf;|WGMMA_WIDTH\(.*|#.*)$", "", kernels, flags=re.MULTILINE
+        r"^(?:typedef .* u(?:16|32|64);|template <int N> struct WgmmaOf;|WGMMA_WIDTH\(.*|#.*)$",
+        "",
+        kernels,
+        flags=re.MULTILINE,
     )
     kernels = re.sub(
         r"extern __shared__[^;]* memory\[\];", "unsigned char* const memory = machine::dynamic_memory();", kernels
@@ -107,7 +111,7 @@ def rounded(t: Tensor, p: Problem) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", by_turns(signatures.KERNELBENCH, 4))
+@pytest.mark.parametrize("number", by_turns(TENSOR_CORES, 4))
 def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     """At a size of more tiles than blocks, at one whose rows must be copied, and at one whose rows are cut."""
     p = kernelbench_problem(number)

@@ -17,8 +17,12 @@ static constexpr bool BY_PLANES = C::plane_barriers > 1;  // a round is a plane
 static __device__ __forceinline__ int begin_of(int entry) { return C::queued ? TAP_ROW<C>[entry] : entry; }
 template <int TAP>
 static __device__ __forceinline__ int shift_of(int begin) {
-  if constexpr (C::queued) return begin + C::round_shifts[TAP];
-  else return TAP_ROW<C>[begin + TAP];
+  if constexpr (C::queued) {
+    constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+    return begin + SHIFT;
+  } else {
+    return TAP_ROW<C>[begin + TAP];
+  }
 }
 
 template <int STEP>
