@@ -14,7 +14,7 @@ import torch
 from drawn import FAMILIES, choices
 from emulator import Emulator, emulator, stubs
 from results import laid_out
-from upconv.cuda import launches, recording
+from upconv.cuda import families, launches, recording
 from upconv.cuda import prepared as prepared_module
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import launch
@@ -79,6 +79,30 @@ def test_calls_load_nothing_that_a_warm_up_did_not(family: str, stubs: Emulator,
             for call, _ in calls(p, prepared, lasting):
                 call()
                 assert not stubs.loaded, (choice, lasting)
+
+
+WIDER = Problem.make(
+    32, 256, 17, (14, 14), 4, 2, 1, bias=False, dtype=torch.bfloat16, pass_="grad-weight", layout="channels_last"
+)
+
+
+def test_later_calls_find_nothing_anew(stubs: Emulator, stream: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither launches nor shapes: with a large choice either takes longer than its kernels."""
+    drawn = [one for family in FAMILIES for one in islice(choices(family), 3)]
+    wider = families.choose(WIDER, H200)["rearrange"]
+    assert "24" in wider.summary, "which writes a weight of other channels"
+    for choice, p in (*drawn, (wider, WIDER)):
+        prepared = choice.prepare(0)
+        for call, _ in calls(p, prepared, False):
+            call()
+            with monkeypatch.context() as patched:
+                patched.setattr(type(choice), "launches", forbidden)
+                patched.setattr(Problem, "with_", forbidden)
+                call()
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError("a later call finds its plan anew")
 
 
 def test_no_launch_overlaps_with_a_copy_that_it_reads(stubs: Emulator, stream: list[int]) -> None:

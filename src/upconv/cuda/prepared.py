@@ -316,6 +316,12 @@ def _is_channels_last(weight: Tensor) -> bool:
 class PreparedWeight(_Prepared):
     """A choice for ``grad-weight`` on a device."""
 
+    @cached_property
+    def _shape(self) -> tuple[int, ...]:
+        """As a choice finds it by its launches, which takes as long as a small call."""
+        shape: tuple[int, ...] = self.choice.result_shape
+        return shape
+
     def _operands(self, given: Given) -> tuple[str, ...]:
         return "input", "gradient", "result"
 
@@ -345,7 +351,7 @@ class PreparedWeight(_Prepared):
 
     def program(self, grad: Tensor, out: Tensor, lasting: bool) -> Program | None:
         """What `run` runs on tensors that begin so; None where it writes another tensor, and copies from that."""
-        if out.numel() != math.prod(self.choice.result_shape):
+        if out.numel() != math.prod(self._shape):
             return None
         single = self.casts and out.dtype is torch.float32
         order: WeightForm = "contiguous" if out.is_contiguous() else "channels_last"
@@ -353,6 +359,6 @@ class PreparedWeight(_Prepared):
 
     def _run_wider(self, x: Tensor, grad: Tensor, out: Tensor, lasting: bool) -> None:
         """`run` by way of a contiguous tensor as the kernel writes it, which may have more channels."""
-        whole = out.new_empty(self.choice.result_shape)
+        whole = out.new_empty(self._shape)
         self.run(x, grad, whole, lasting)
         out.copy_(whole[: out.shape[0], : out.shape[1]])
