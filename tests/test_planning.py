@@ -17,7 +17,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.compile import jit
-from upconv.cuda.gemm import gather, gather_cost, gather_search
+from upconv.cuda.gemm import gather, gather_cost, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.pixels import family as pixels
@@ -97,6 +97,18 @@ def test_gather_takes_the_cheapest_of_its_tilings(gpu: Gpu) -> None:
             assert t.checked(gpu.shared_bytes) is t and 0 < cost.tensor < cost.seconds
             looked += 1
     assert looked > 60
+
+
+def test_rounds_are_looked_for_once_a_division_of_the_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of tiles of a layer ask for them, and each look reads thousands of taps."""
+    p = Problem.make(4, 21, 21, (16, 16), 64, 32, layout="channels_last", pass_="grad-input", precision="tf32")
+    looks: list[int] = []
+    look = tiling._alike
+    monkeypatch.setattr(tiling, "_alike", lambda *given: looks.append(0) or look(*given))
+    for clear in planning.caches():
+        clear()
+    gather.choose(p, H200)
+    assert 0 < len(looks) < 100
 
 
 def test_rounds_of_steps_differ_only_in_where_they_begin() -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
-from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, positions, result_shape, source_shape
+from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, multiplied, positions, result_shape, source_shape
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
@@ -40,6 +41,37 @@ def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool
         if lie != first:
             return False
     return bool(first)
+
+
+def _sets(steps: int) -> int:
+    """Of fragments' registers that come round with a round of so many steps; 0 where none do."""
+    return next((n for n in _SETS if steps % n == 0), 0)
+
+
+@lru_cache(maxsize=1024)  # many tiles of a layer ask for one of few
+def _taps_of_rounds(
+    division: tuple[Problem, Triple, int, int], in_steps: Triple, planewise: bool, k_steps: int, short: bool
+) -> int:
+    """Most taps of a round of all blocks of a division of the taps (`multiplied`), or of all their planes.
+
+    ``short``: a block may be straight code, so that a round of all of its taps is none.
+    """
+    entries = multiplied(*division).entries
+    blocks = [[offsets for offsets, _ in block] for blocks in entries for block in blocks if block]
+    most = _STEPS_OF_ROUND[1] // k_steps
+    if planewise:
+        planes: dict[tuple[int, ...], list[Triple]] = {}
+        for i, block in enumerate(blocks):
+            for offsets in block:
+                planes.setdefault((i, *map(operator.mod, offsets, in_steps)), []).append(offsets)
+        taps = max(map(len, planes.values()))
+        return taps if taps <= most and _sets(taps * k_steps) and _alike(planes.values(), taps) else 0
+    few = (
+        n
+        for n in range(min(most, max(map(len, blocks)) - short), 0, -1)
+        if _sets(n * k_steps) and _alike(blocks, n, in_steps[2])
+    )
+    return next(few, 0)
 
 
 @dataclass(frozen=True)
@@ -132,27 +164,13 @@ class Tiling(TiledPixels):
     @_of_steps
     def _taps_of_rounds(self) -> int:
         """`_taps_alike` of tiles that hold all rows."""
-        blocks = [[offsets for offsets, _ in block] for blocks in self.multiplied.entries for block in blocks if block]
-        most = _STEPS_OF_ROUND[1] // self.k_steps
-        if self.planewise:
-            planes: dict[tuple[int, ...], list[Triple]] = {}
-            for i, block in enumerate(blocks):
-                for offsets in block:
-                    planes.setdefault((i, *map(operator.mod, offsets, self.in_steps)), []).append(offsets)
-            taps = max(map(len, planes.values()))
-            return taps if taps <= most and self._sets(taps) and _alike(planes.values(), taps) else 0
-        most = min(most, max(map(len, blocks)) - self._short)
-        few = (n for n in range(most, 0, -1) if self._sets(n) and _alike(blocks, n, self.in_steps[2]))
-        return next(few, 0)
-
-    def _sets(self, taps: int) -> int:
-        """Of fragments' registers that come round with a round of so many taps; 0 where none do."""
-        return next((n for n in _SETS if taps * self.k_steps % n == 0), 0)
+        division = self.problem, self.unroll, self.subs, self.width_subs
+        return _taps_of_rounds(division, self.in_steps, self.planewise, self.k_steps, self._short)
 
     @property
     def fragment_sets(self) -> int:
         """Sets of registers that fragments take in turn."""
-        return self._sets(self.taps_unrolled) if self.queued else 3
+        return _sets(self.taps_unrolled * self.k_steps) if self.queued else 3
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
