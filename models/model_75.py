@@ -397,7 +397,6 @@ static __device__ __forceinline__ Tile tile_of(u32 index, const Sizes& s) {
 // The slice of the source that a tile and a tap along D meet; -1 for none.
 static __device__ __forceinline__ int depth_of(int d, int kd, const Sizes& s) {
   int depth = C::forward ? d - kd : d + kd;
-  if (C::forward)
   return (u32)depth < (u32)s.from_d ? depth : -1;
 }
 

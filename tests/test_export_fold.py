@@ -117,6 +117,30 @@ static int run(int a) {
     assert "if (first(a)) return 0;" in found and "return step == 0;" in found
 
 
+@pytest.mark.parametrize(
+    ("statement", "put"),
+    (
+        ("if (a > 2) a /= C::step;", ""),
+        ("if (a > 2) a /= C::step; else a = 1;", "if (a > 2) ; else a = 1;"),
+        ("if (next(a)) a /= C::step;", "if (next(a)) ;"),
+        ("for (int i = 0; i < a; i++) a -= C::step - 1;", "for (int i = 0; i < a; i++) ;"),
+        ("a /= C::step;", ""),
+    ),
+)
+def test_what_changes_nothing_leaves_no_condition_to_the_next_statement(statement: str, put: str) -> None:
+    text = f"""
+template <class C>
+struct Kernel {{
+static int run(int a) {{
+  {statement}
+  return a;
+}}
+}};
+"""
+    body = folded(text, step=1).partition("run(int a) {")[2].partition("}")[0]
+    assert " ".join(body.split()) == f"{put} return a;".strip()
+
+
 def test_a_function_stays_only_where_it_is_called() -> None:
     text = """
 template <class C>

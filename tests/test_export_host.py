@@ -23,7 +23,7 @@ from upconv.problem import Problem
 
 pytestmark = needs_gxx
 MODELS = Path(__file__).parent.parent / "models"
-TENSOR_CORES = [n for n in signatures.KERNELBENCH if kernelbench_problem(n).groups == 1]
+FILES = list(signatures.KERNELBENCH)
 _FUNCTION = re.compile(r"^void (\w+)\(const at::Tensor& ", re.MULTILINE)
 _LAUNCH = re.compile(r"(kernels::\w+(?:<[^<>]*(?:<[^<>]*>)?[^<>]*>)?)<<<(.*?)>>>\(")
 _CALL = """
@@ -111,7 +111,7 @@ def rounded(t: Tensor, p: Problem) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", by_turns(TENSOR_CORES, 4))
+@pytest.mark.parametrize("number", by_turns(FILES, 4))
 def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     """At a size of more tiles than blocks, at one whose rows must be copied, and at one whose rows are cut."""
     p = kernelbench_problem(number)

@@ -42,6 +42,7 @@ _MASKED = (
 """What the grammar does not know, and comments as long, which it has anywhere."""
 _KEPT_BY = {("*", 1), ("+", 0), ("&&", 1), ("||", 0), ("|", 0)}  # operators and values that change nothing
 _KEPT_BY_RIGHT = _KEPT_BY | {("-", 0), ("/", 1), ("<<", 0), (">>", 0)}
+_ACTS = ("call_expression", "assignment_expression", "update_expression")  # as a condition seldom does
 _DECIDING = {"&&", "||", "==", "!=", "<", ">", "<=", ">="}
 _COMMENT = re.compile(r'//(?!ragma)[^\n]*|"(?:\\.|[^"\\\n])*"')
 _CALLED = re.compile(r"(?<=::)\w+|(?<=&)\w+|[A-Za-z_]\w*(?=\s*[(<])")
@@ -135,8 +136,8 @@ def _emit(tree: Tree, n: Node) -> str:
         text = _joined(tree, n)
         tree.local = before
         return text
-    if n.type == "expression_statement" and n.named_children and _changes_nothing(tree, n.named_children[0]):
-        return ""
+    if _changes_nothing(tree, n):
+        return "" if n.parent is not None and n.parent.type == "compound_statement" else ";"
     if n.type == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
         return ("false", "true")[of]
     if n.type == "parenthesized_expression" and n.parent is not None and not n.parent.type.endswith("_statement"):
@@ -238,11 +239,16 @@ def _has_struct(tree: Tree, n: Node) -> bool:
 
 
 def _changes_nothing(tree: Tree, n: Node) -> bool:
-    """Whether an expression is an assignment like ``a /= 1``."""
-    if n.type != "assignment_expression":
+    """Whether a statement is an assignment like ``a /= 1``, or one under a condition that does nothing else."""
+    if n.type == "if_statement" and n.child_by_field_name("alternative") is None:
+        condition, kept = (n.child_by_field_name(name) for name in ("condition", "consequence"))
+        acts = any(one.type in _ACTS for one in walk(condition))  # type: ignore[arg-type]
+        return not acts and kept is not None and _changes_nothing(tree, kept)
+    if n.type != "expression_statement" or not n.named_children or n.named_children[0].type != "assignment_expression":
         return False
-    value = tree.value(n.children[2])
-    return value is not None and (tree.text(n.children[1])[:-1], value) in _KEPT_BY_RIGHT
+    _, operator, right = n.named_children[0].children
+    value = tree.value(right)
+    return value is not None and (tree.text(operator)[:-1], value) in _KEPT_BY_RIGHT
 
 
 def _shorter(tree: Tree, n: Node) -> str | None:
