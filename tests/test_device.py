@@ -205,4 +205,4 @@ __global__ void f(int* x) { *x = Of<C>::get() + clock64(); }
 
 def test_layers_here_take_every_kind_of_kernel() -> None:
     kinds = {k.unit.entries[-1] for p in LAYERS.values() for k in passes.kernels(p, H200)}
-    assert kinds >= {"gather", "reduce", "direct", "direct_reduce"}
+    assert kinds >= {"gather", "wgrad_wgmma", "direct", "direct_reduce"}
