@@ -29,8 +29,6 @@ _STEPS_OF_ROUND = 5, 16  # at least, where straight code is not too long; at mos
 _SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
-_of_steps = derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma", "planewise")
-
 
 def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool:
     """Whether rounds of so many taps differ only in where they begin, along W by multiples of a step."""
@@ -140,7 +138,7 @@ class Tiling(TiledPixels):
         in_turn = self.planewise and self.split == 2
         return few or in_turn or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
 
-    @_of_steps
+    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
     def _short(self) -> bool:
         most, total = self.multiplied.most * self.k_steps, self.multiplied.total * self.k_steps
         return self.wgmma and self.parts == 1 and most <= _STEPS_STRAIGHT[0] and total <= _STEPS_STRAIGHT[1]
@@ -153,19 +151,14 @@ class Tiling(TiledPixels):
     @of_pixels
     def _taps_alike(self) -> int:
         """Most taps of a `queued` round; 0 where there is none. `planewise`: those of a plane."""
-        taps = self._taps_of_rounds
         if self.mb > 1:  # registers spill
             return 0
+        division = self.problem, self.unroll, self.subs, self.width_subs
+        taps = _taps_of_rounds(division, self.in_steps, self.planewise, self.k_steps, self._short)
         if self.planewise:
             return taps if self.multiplied.lengths == {self.plane_count * taps} else 0
         # Else the rows of taps alike need not be.
         return taps if all(len(firsts) == 1 for firsts, _, _ in self.bands) else 0
-
-    @_of_steps
-    def _taps_of_rounds(self) -> int:
-        """`_taps_alike` of tiles that hold all rows."""
-        division = self.problem, self.unroll, self.subs, self.width_subs
-        return _taps_of_rounds(division, self.in_steps, self.planewise, self.k_steps, self._short)
 
     @property
     def fragment_sets(self) -> int:
