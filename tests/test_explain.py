@@ -21,6 +21,14 @@ explain = partial(command, "explain")
 LAYER = ("64,64,4,stride=2,padding=1", "--input", "8x64x32x32")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "on"), [("bfloat16", "H200"), ("float16", "H200"), ("float64", "H200"), ("bfloat16", "")]
+)
+def test_a_layer_has_the_dtype_that_is_asked_for(dtype: str, on: str) -> None:
+    code, out = explain(*LAYER, "--dtype", dtype, *(("--gpu", on) if on else ("--device", "cpu")))
+    assert code == 0 and f" on 8x64x32x32 · {dtype} · nchw · fwd" in out.splitlines()[0]
+
+
 # --- GPUs by name ----------------------------------------------------------------------------------------------------
 
 

@@ -214,7 +214,10 @@ class Problem:
         )  # fmt: skip
 
     def with_(self, **changes: object) -> Problem:
-        """The same problem with some fields changed."""
+        """The same problem with some fields changed; a dtype that lacks the present precision gets its default one."""
+        dtype = changes.get("dtype", self.dtype)
+        if "precision" not in changes and dtype in PRECISIONS and self.precision not in PRECISIONS[dtype]:
+            changes["precision"] = PRECISIONS[dtype][0]
         return replace(self, **changes)  # type: ignore[arg-type]
 
     # --- sizes -------------------------------------------------------------------------------------------------------
