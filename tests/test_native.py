@@ -7,6 +7,7 @@ import random
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from situations.processes import in_threads
 from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from test_calls import OTHERS, WITHIN, called, changed
 from upconv import convolutions, dispatch, freezing, modules, ops, reference
-from upconv.cuda import launches, prepared, recording, weights
+from upconv.cuda import engine, launches, prepared, recording, weights
 from upconv.cuda.compile import cache
 from upconv.cuda.compile import driver as driver_module
 from upconv.cuda.compile.boxes import Tensor5
@@ -147,7 +148,6 @@ class Launched(PacksWeights, StandIn):
     """A stand-in whose passes are launches: one that packs and a dependent one, or a cooperative one; with a map."""
 
     unit: Any = None
-    casts = True
     packer = None, 0, 0  # it has a `pack` of its own
 
     def packed_bytes(self, given: Given) -> int:
@@ -525,6 +525,155 @@ def test_a_frozen_layer_is_not_replayed_as_another_that_is_alike(
         assert not is_replayed(out) and weights.is_frozen(kept.weight)
         out.sum().backward()
         assert not weights.is_frozen(kept.weight) and is_replayed(kept(x))
+
+
+def infer(model: nn.Module, x: Tensor, autocast: bool = False) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out: Tensor = model(x)
+    return out
+
+
+class FrozenLayers:
+    """Two frozen models that are alike, whose calls are replayed, and what Python computes."""
+
+    def __init__(self, machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(freezing, "_packed_on", lambda weight: True)
+        self._machine, self._kernels, self._monkeypatch = machine, kernels, monkeypatch
+        torch.manual_seed(0)
+        layers = (nn.ConvTranspose2d(5, 6, 3, 2, 1) for _ in range(2))
+        self.models = [upconv.freeze(upconv.accelerate(nn.Sequential(layer)).eval()) for layer in layers]
+        self.x = torch.randn(2, 5, 4, 7)
+        for model in self.models * 5:
+            infer(model, self.x)
+
+    def replayed(self, model: nn.Module, autocast: bool = False, packs: bool = False) -> Tensor:
+        """The result of a call, in which Python takes no part and the frozen weight's copy is read."""
+        self._kernels.log.clear()
+        self._machine.launched.clear()
+        out = infer(model, self.x, autocast)
+        assert self._kernels.log == []
+        assert [how for how, *_ in self._machine.launched] == (["ordinary", "dependent"] if packs else ["ordinary"])
+        return out
+
+    def truth(self, model: nn.Module, autocast: bool = False) -> Tensor:
+        plain = upconv.accelerate(nn.Sequential(nn.ConvTranspose2d(5, 6, 3, 2, 1)).eval())
+        plain.load_state_dict(model.state_dict())
+        with self._monkeypatch.context() as m:
+            m.setattr(replays, "hoped", False)
+            return infer(plain, self.x, autocast)
+
+    def copies(self, model: Any) -> list[weakref.ref[Tensor]]:
+        entry = weights.held(model[0].weight)
+        assert entry is not None
+        return [weakref.ref(found.tensor) for found in entry.packed.values() if found is not None]
+
+
+@pytest.fixture
+def frozen_layers(machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> FrozenLayers:
+    return FrozenLayers(machine, kernels, monkeypatch)
+
+
+@needs_gxx
+@pytest.mark.parametrize("autocast", (False, True), ids=("float32", "autocast"))
+def test_frozen_layers_are_replayed_each_with_its_copy(
+    frozen_layers: FrozenLayers, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
+    for model in frozen_layers.models * 5:
+        infer(model, frozen_layers.x, autocast)
+    for model in frozen_layers.models:
+        assert_equal(frozen_layers.replayed(model, autocast), frozen_layers.truth(model, autocast))
+
+
+def _trained_behind(model: Any, x: Tensor) -> None:
+    """By an optimiser whose steps nothing counts."""
+    model(x).sum().backward()
+    model[0].weight.data.mul_(0.5)
+
+
+def _moved(model: Any, x: Tensor) -> None:
+    model[0].weight.data = torch.randn_like(model[0].weight)
+
+
+def _restored(model: Any, x: Tensor) -> None:
+    upconv.restore(model)
+    model[0].weight.data.mul_(0.5)
+    upconv.accelerate(model)
+
+
+def _thawed(model: Any, x: Tensor) -> None:
+    upconv.thaw(model)
+    model[0].weight.data.mul_(0.5)
+
+
+def _trained_for_a_moment(model: Any, x: Tensor) -> None:
+    model.train()
+    model[0].weight.data.mul_(0.5)
+    model.eval()
+
+
+def _called_in_training_mode(model: Any, x: Tensor) -> None:
+    model[0].training = True
+    infer(model, x)
+    model[0].weight.data.mul_(0.5)
+    model[0].training = False
+
+
+def _seen_in_place(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def _loaded(model: Any, x: Tensor, assign: bool = False) -> None:
+    model.load_state_dict({name: t * 0.5 for name, t in model.state_dict().items()}, assign=assign)
+
+
+@needs_gxx
+@pytest.mark.parametrize("again", (False, True), ids=("thawed", "frozen anew"))
+@pytest.mark.parametrize(
+    "change",
+    (
+        _trained_behind, _moved, _restored, _thawed, _trained_for_a_moment, _called_in_training_mode, _seen_in_place,
+        _loaded, partial(_loaded, assign=True),
+    ),
+    ids=lambda change: getattr(change, "__name__", "_assigned"),
+)  # fmt: skip
+def test_what_replays_a_frozen_layer_ends_with_its_promise(
+    change: Callable[[Any, Tensor], None], again: bool, frozen_layers: FrozenLayers
+) -> None:
+    model, other = frozen_layers.models
+    before, copies = frozen_layers.replayed(model), frozen_layers.copies(model)
+    change(model, frozen_layers.x)
+    if again:
+        upconv.freeze(model)
+    for _ in range(3):
+        after = infer(model, frozen_layers.x)
+        assert_equal(after, frozen_layers.truth(model))
+    assert not torch.equal(before, after)
+    assert len(copies) == 1 and copies[0]() is None, "nothing holds a copy for longer than the promise"
+    assert weights.is_frozen(model[0].weight) is again
+    assert_equal(frozen_layers.replayed(model, packs=not again), after)
+    assert_equal(frozen_layers.replayed(other), frozen_layers.truth(other))
+
+
+@needs_gxx
+def test_replays_of_a_frozen_layer_on_other_streams(
+    frozen_layers: FrozenLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call there waits until the copy is packed; none reads it while a graph is captured."""
+    waited: list[int] = []
+    monkeypatch.setattr(weights, "_wait", lambda event, tensor, index: waited.append(index))
+    model = frozen_layers.models[0]
+    truth = frozen_layers.truth(model)
+    monkeypatch.setattr(weights, "current_stream", lambda index: 1)
+    with monkeypatch.context() as m:
+        for owner, name in ((replays, "capturing"), (engine, "_capturing")):
+            m.setattr(owner, name, lambda: True)
+        assert_equal(infer(model, frozen_layers.x), truth)
+        assert not waited
+    for _ in range(2):
+        assert_equal(frozen_layers.replayed(model), truth)
+    assert waited == [-1]
 
 
 @needs_gxx

@@ -135,6 +135,9 @@ class Transposed(Bilinear):
             return engine.forward(self.plan, x, weight, bias)
         return cpu.forward(self.plan.problem, self.plan.forward, x, weight, bias)
 
+    def runner(self, index: int) -> Any:
+        return engine.loaded(self.plan, index)["fwd"]
+
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         if self.plan.backward != planner.FAMILIES:
             return cpu.gradients(self.plan.problem, self.plan.backward, grad, x, weight, mask)

@@ -349,6 +349,9 @@ class Convolution(Bilinear):
             x, weight.to(x.dtype), rounded, p.stride, p.padding, p.dilation, False, (0,) * p.rank, 1
         )
 
+    def runner(self, index: int) -> Any:
+        return engine.loaded(self.plan, index)["grad-input"] if self.for_output else None
+
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> calls.Gradients:
         grad = grad.contiguous(memory_format=self._format)  # once for both
         theirs = mask[0] and not self.for_input, mask[1] and not self.for_weight, False

@@ -209,12 +209,17 @@ class Runner(_Runner):
             raise failure(self.plan, self.index, error, self.pass_) from error
         return out
 
+    def kept(self, entry: weights.Frozen, weight: Tensor, makes: bool) -> Tensor | None:
+        """`weights.kept`; without ``makes`` what was packed before. Not where a graph is captured."""
+        if not self.casts and weight.dtype is not self.plan.problem.dtype:
+            return None
+        return weights.kept(entry, weight, self.packing, self.index, self.prepared.pack_to_keep if makes else None)
+
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
         """Packs the weight, or takes a frozen one's copy, and runs the kernel."""
         capturing = _capturing()
-        packed = None
-        if weights.frozen and not capturing and (self.casts or weight.dtype is x.dtype):
-            packed = weights.kept(weight, self.packing, self.index, self.prepared.pack_to_keep if lasting else None)
+        entry = weights.held(weight) if weights.frozen and not capturing else None
+        packed = None if entry is None else self.kept(entry, weight, lasting)
         if weight.dtype is not x.dtype:
             if not self.casts:
                 weight = weight.to(x.dtype)

@@ -21,7 +21,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Hashable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,16 +33,9 @@ MOST_COPIES = 2
 """Packings kept of one weight: a layer that runs at two sizes or in two dtypes may need two."""
 
 
-class State(NamedTuple):
-    """What PyTorch can tell of a weight's values without reading them, beside its address."""
-
-    strides: tuple[int, ...]
-    version: int
-    negative: bool
-
-    @classmethod
-    def of(cls, weight: Tensor) -> State:
-        return cls(weight.stride(), weight._version, weight.is_neg())
+def _state(weight: Tensor) -> tuple[int, tuple[int, ...], bool]:
+    """What PyTorch can tell of a weight's values without reading them, beside its address: first its version."""
+    return weight._version, weight.stride(), weight.is_neg()
 
 
 class Packed:
@@ -89,12 +82,14 @@ class Frozen:
         # PyTorch preserves a storage's Python object as long as the storage. So the reference ends before the address
         # can be given out again.
         self.storage = weakref.ref(storage, gone)
-        self.state = State.of(weight)
-        self.packed: dict[Hashable, Packed] = {}
+        self.state = _state(weight)
+        self.packed: dict[Hashable, Packed | None] = {}
+        """By packing and dtype; None where the kernel reads the weight as it is."""
 
 
 frozen: dict[tuple[int, int], Frozen] = {}
 """The frozen weights, by the `id` of their storage and their address."""
+_MISSING: Any = object()
 promises = ctypes.c_int64(0)
 """How often a weight was frozen. A replayed backward looks whether any was since its forward (``native.cpp``)."""
 _lock = forks.Lock()
@@ -133,48 +128,54 @@ def thaw(weight: Tensor) -> None:
 
 def is_frozen(weight: Tensor) -> bool:
     """Whether the promise for a weight holds, as far as PyTorch can tell."""
-    return bool(frozen) and torch._C._has_storage(weight) and _held(weight) is not None
+    return held(weight) is not None
 
 
-def _held(weight: Tensor) -> Frozen | None:
+def held(weight: Tensor) -> Frozen | None:
     """The weight's entry, if nothing can be seen to have changed; else the promise ends."""
+    if not frozen or not torch._C._has_storage(weight):
+        return None
     storage = weight.untyped_storage()
     at = id(storage), weight.data_ptr()
     found = frozen.get(at)
     if found is None or weight.is_inference():
         return None
-    state = State.of(weight)
+    state = _state(weight)
     if found.storage() is storage and found.state == state:
         return found
-    if found.storage() is not storage or found.state.version < state.version:
+    if found.storage() is not storage or found.state[0] < state[0]:
         frozen.pop(at, None)
     return None  # else an alias, of which nothing was promised
 
 
-def kept(weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tensor] | None) -> Tensor | None:
-    """The packed copy of a frozen weight, made if need be; None where the caller must pack anew.
+def kept(
+    entry: Frozen, weight: Tensor, packing: int, index: int, pack: Callable[[Tensor], Tensor] | None
+) -> Tensor | None:
+    """The packed copy of a frozen weight, made if need be, or the weight itself where the kernel reads it as it is.
+
+    None where the caller must pack anew.
 
     Args:
+        entry: `held` for this call.
         weight: as the layer has it, on the device.
         packing: of `number`: what the copy depends on beside the weight.
         index: of the device, whose current stream will read the copy.
-        pack: makes a copy; None where nothing may be allocated that outlives the call.
+        pack: makes a copy, on the current device; None where nothing may be allocated that outlives the call.
     """
-    entry = _held(weight)
-    if entry is None:
-        return None
     stream, key = current_stream(index), (packing, weight.dtype)
-    found = entry.packed.get(key)
-    if found is not None:
+    found = entry.packed.get(key, _MISSING)
+    if found is None:
+        return weight
+    if found is not _MISSING:
         if stream not in found.streams:
             found.follow(stream, index)
         return found.tensor
     if pack is None:
         return None
     tensor = pack(weight.resolve_neg())
-    if tensor.untyped_storage() is not weight.untyped_storage():  # else the kernel reads the weight as it is
-        with _lock.now:
-            while key not in entry.packed and len(entry.packed) >= MOST_COPIES:
-                del entry.packed[next(iter(entry.packed))]
-            entry.packed[key] = Packed(tensor, stream, index)
+    own = tensor.untyped_storage() is weight.untyped_storage()
+    with _lock.now:
+        while key not in entry.packed and len(entry.packed) >= MOST_COPIES:
+            del entry.packed[next(iter(entry.packed))]
+        entry.packed[key] = None if own else Packed(tensor, stream, index)
     return tensor

@@ -50,6 +50,10 @@ class Operation(ABC):
         """By our kernels, keeping nothing: on the current stream, without autograd."""
 
     @abstractmethod
+    def runner(self, index: int) -> Any:
+        """What runs the forward on a device (`upconv.cuda.engine.Runner`); None where PyTorch's operator does."""
+
+    @abstractmethod
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
         """As `forward`, those for input, weight and bias that ``mask`` asks for."""
 
@@ -103,8 +107,9 @@ class Call:
         self.operation, self.inference = operation, operation.inference
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
-        self.layers: list[Any] = [None, None]
-        """What replays it (`upconv.replay.replays`), once it is recorded: without and with its gradients."""
+        self.layers: list[Any] = [None, None, None]
+        """What replays it (`upconv.replay.replays`), once it is recorded: without its gradients, with them, and of a
+        frozen weight."""
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""

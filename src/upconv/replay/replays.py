@@ -40,25 +40,35 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
     """The result of a call that is known; None where Python must compute it.
 
     ``training``: whether its gradients are recorded. Whoever computes a frozen weight's gradient ends the promise, of
-    which a replay knows nothing, and other calls read the packed copy.
+    which a replay knows nothing. Other calls of a frozen weight are replayed with its packed copy in its place. Python
+    looks for the copy each time: no recording holds it.
     """
-    layer = known.layers[training]
-    if layer is NEVER or engine._collectors or (weights.frozen and weights.is_frozen(weight)):
+    if engine._collectors:
+        return None
+    operation = known.operation if training else known.inference
+    slot, read = int(training), weight
+    if weights.frozen and (entry := weights.held(weight)) is not None:
+        if training or capturing() or (runner := operation.runner(weight.get_device())) is None:
+            return None
+        slot, read = 2, runner.kept(entry, weight, makes=False)
+        if read is None:  # the call in Python makes it
+            return None
+    layer = known.layers[slot]
+    if layer is NEVER:
         return None
     if layer is not None:
-        out: Tensor | None = native.module().run(layer, input, weight, bias)
+        out: Tensor | None = native.module().run(layer, input, read, bias)
         return out
-    operation = known.operation if training else known.inference
     x = input if known.autocast is None else input.to(known.autocast)
-    operands = x, weight, bias
+    operands = x, read, bias
     if (module := recorder(operands)) is None:
         return None
 
     def compute() -> Results:
-        return (operation.forward(*operands),)
+        return (operation.forward(x, weight, bias),)
 
     what, gradients = f"the forward of {operation.plan.problem}", _Gradients(operation)
-    found, known.layers[training] = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
+    found, known.layers[slot] = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
     return None if training else found[0]
 
 
