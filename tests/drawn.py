@@ -20,6 +20,7 @@ from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
+from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
@@ -303,13 +304,17 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
 """Of what layers, and the choice of a random tile for one; None where the kernel has none."""
 
 
+def gather_work(t: Tiling, p: Problem) -> float:
+    """Products of a layer's tiles, padding included."""
+    tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
+    return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk)
+
+
 def work(choice: Any) -> float:
     """Products of a choice's tiles, padding included, as far as that may be far more than a layer's."""
     p = choice.problem
     if isinstance(choice, gather.Choice):
-        t = choice.tiling
-        tiles_of = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-        return float(tiles_of * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk)
+        return gather_work(choice.tiling, p)
     if isinstance(choice, wgrad.Choice):
         t = choice.tiling
         taps = t.set_taps * t.block[1] + t.block[0]  # type: ignore[attr-defined]

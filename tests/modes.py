@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,54 +22,52 @@ class Case:
     """Products of its tiles."""
 
 
-OfTiling = dict[str, Callable[[Any], bool]]
-OfCase = dict[str, Callable[[Case], bool]]
+Aspects = dict[str, Callable[[Any], Any]]
+"""In what tilings, or cases, differ. Each value that an aspect takes is a mode, but for None and False.
+
+A set of values is several modes.
+"""
 
 
-def fewest(layers: Iterable[Iterable[Case]], modes: Mapping[str, Callable[[Case], bool]]) -> list[Case]:
-    """Few cases that together have every mode, of the first layers that do.
+def only(fits: Callable[[Any], bool], aspects: Aspects) -> Aspects:
+    """Aspects that some of the tilings have."""
+    return {name: lambda t, one=one: one(t) if fits(t) else None for name, one in aspects.items()}
 
-    That is the cheapest of those with the most modes that none before has, in turn.
+
+def of_cases(aspects: Aspects) -> Aspects:
+    """Aspects of tilings as such of cases."""
+    return {name: lambda case, one=one: one(case.choice.tiling) for name, one in aspects.items()}
+
+
+def modes(case: Case, aspects: Aspects) -> set[tuple[str, Any]]:
+    """What a case is an example of."""
+    found = set()
+    for name, of in aspects.items():
+        values = of(case)
+        found |= {(name, value) for value in (values if isinstance(values, set) else {values})}
+    return {(name, value) for name, value in found if value is not None and value is not False}
+
+
+def few(cases: Callable[[int], Iterable[Case]], aspects: Aspects, count: int, first: Iterable[int] = ()) -> list[Case]:
+    """Few cases that together have so many modes at least, and all that the layers of the first seeds have.
+
+    That is the cheapest of those with the most modes that none before has, in turn. Where the first seeds' layers have
+    too few modes others are drawn.
     """
-    have, left = [], set(modes)
-    for layer in layers:
-        if not left:
+    have: list[tuple[Case, set[tuple[str, Any]]]] = []
+    left = set[tuple[str, Any]]()
+    seeds = set(first)
+    for seed in chain(first, SEEDS):
+        if not seeds and len(left) >= count:
             break
-        new = [(case, {name for name, fits in modes.items() if fits(case)}) for case in layer]
+        seeds.discard(seed)
+        new = [(case, modes(case, aspects)) for case in cases(seed)]
         have += new
-        left -= {name for _, own in new for name in own}
-    assert not left, f"no case has {sorted(left)}"
-    found, left = [], set(modes)
+        left = left.union(*(own for _, own in new))
+    assert len(left) >= count, f"{len(left)} modes are left: {sorted(map(str, left))}"
+    found = []
     while left:
-        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 5e7))
+        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 1e7))
         found.append(case)
         left -= own
     return found
-
-
-def few(cases: Callable[[int], Iterable[Case]], first: Iterable[int], modes: OfCase) -> list[Case]:
-    """Those of the first seeds, and where these do not have all modes, of others."""
-    return fewest((cases(seed) for seed in chain(first, SEEDS)), modes)
-
-
-def having(label: str, **values: Iterable[Any]) -> OfTiling:
-    """That properties of a tiling have these values; ``label`` is told name and value."""
-    return {
-        label.format(name=name, value=value): lambda t, name=name, value=value: getattr(t, name) == value
-        for name, every in values.items()
-        for value in every
-    }
-
-
-def where(fits: Callable[[Any], bool], modes: OfTiling) -> OfTiling:
-    """Modes of tilings of a kind."""
-    return {name: lambda t, one=one: fits(t) and one(t) for name, one in modes.items()}
-
-
-def of_cases(tables: Mapping[str, tuple[OfTiling, Callable[[Any], bool]]]) -> OfCase:
-    """Modes of tilings as modes of cases: by the head of their names, with the kind of tilings that has them."""
-    return {
-        head + name: lambda case, one=one: one(case.choice.tiling)
-        for head, (table, fits) in tables.items()
-        for name, one in where(fits, table).items()
-    }

@@ -8,15 +8,14 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
 
 from conftest import needs_gxx
-from drawn import DTYPES, TENSOR
+from drawn import DTYPES, FORWARD_LIKE, MOST, TENSOR, Layers, gather_work
 from emulator import Emulator, emulator
-from modes import SEEDS, Case, OfCase, OfTiling, few, fewest, having, of_cases, where
+from modes import Aspects, Case, few, of_cases, only
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.cost import Cost
@@ -24,16 +23,17 @@ from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import H200
-from upconv.problem import Pass, Precision, Problem, output_length
+from upconv.problem import Problem
 
 pytestmark = needs_gxx
 __all__ = ["emulator"]
 
 PARTS = 6  # tests that divide the cases
-MOST = 3e7  # products of a case's tiles
+COUNT = 186
+"""Modes, of all seeds."""
 FIRST = (
-    802, 1167, 627, 157, 418, 199, 42, 610, 80, 482, 458, 908, 914, 273, 74, 327, 542, 328, 1139, 32, 108, 396, 441,
-    448, 505, 617, 873, 203, 1170,
+    516, 323, 859, 226, 817, 1320, 1362, 18, 686, 1032, 1280, 1576, 96, 494, 463, 572, 36, 104, 114, 211, 377, 713, 726,
+    798, 1100, 9, 19, 31, 57, 91, 98, 128, 214, 262, 390, 514, 565, 606, 740, 936, 970, 1177, 1273, 1389,
 )  # fmt: skip
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
@@ -41,50 +41,9 @@ FIRST = (
 # --- layers and tilings ----------------------------------------------------------------------------------------------
 
 
-PASSES: tuple[Pass, ...] = ("fwd", "grad-input")
-
-
-def draw_problem(rng: random.Random) -> Problem:
-    """A small layer: all ranks, asymmetric everything, output paddings beyond the stride, odd sizes and channels.
-
-    Every other one is of the gradient for the input.
-    """
-    pass_ = rng.choice(PASSES)
-    rank = rng.choice((1, 2, 2, 3))
-    largest = (40, 11, 6)[rank - 1]
-    axes = []
-    for _ in range(rank):
-        kernel, stride, dilation = (
-            rng.choice((1, 2, 3, 4, 5)),
-            rng.choice((1, 1, 2, 2, 3, 4)),
-            rng.choice((1, 1, 2, 3, 9)),
-        )
-        if rank == 3:
-            kernel, stride = min(kernel, 4), min(stride, 3)
-        output_padding = rng.randrange(max(stride, dilation))
-        size = rng.randint(1, largest)
-        free = output_length(size, kernel, stride, 0, output_padding, dilation)
-        axes.append((size, kernel, stride, rng.randint(0, min((free - 1) // 2, 5)), output_padding, dilation))
-    size, kernel, stride, padding, output_padding, dilation = zip(*axes)
-    precision: Precision = rng.choice(("tf32", "tf32", "ieee", "fp16", "bf16"))
-    groups = rng.choice((1, 1, 1, 2, 3))
-    return Problem.make(
-        rng.randint(1, 3),
-        groups * rng.choice((1, 2, 3, 5, 8, 9, 17)),
-        groups * rng.choice((1, 2, 3, 4, 8, 17, 33, 65, 70)),
-        size,
-        kernel,
-        stride,
-        padding,
-        output_padding,
-        dilation,
-        groups,
-        bias=rng.random() < 0.5 and pass_ == "fwd",
-        dtype=DTYPES[precision],
-        precision=precision,
-        layout=rng.choice(("nchw", "channels_last")) if rank > 1 else "nchw",
-        pass_=pass_,
-    )
+LAYERS = Layers(
+    FORWARD_LIKE, TENSOR, heights=tuple(range(1, 12)), widths=tuple(range(1, 21)), dilations=(1, 1, 2, 3, 9)
+)
 
 
 def divisors(n: int) -> list[int]:
@@ -164,7 +123,7 @@ def drained(p: Problem, rng: random.Random) -> dict[str, Any]:
 def lying_last(p: Problem, rng: random.Random) -> dict[str, Any]:
     """Channels that boxes of weights want."""
     channels = {"out_channels": p.groups * rng.choice((8, 16, 40, 64, 72, 136))}
-    return {"layout": "channels_last" if p.rank > 1 else "nchw", "pass_": rng.choice(PASSES), **channels}
+    return {"layout": "channels_last" if p.rank > 1 else "nchw", "pass_": rng.choice(FORWARD_LIKE), **channels}
 
 
 def long(p: Problem, rng: random.Random) -> dict[str, Any]:
@@ -233,12 +192,6 @@ def serves(t: Tiling, p: Problem) -> bool:
     return t.channels_last or not t.tensor_map or t.classes == gather_search.classes_of(p)
 
 
-def work(t: Tiling, p: Problem) -> float:
-    """Products of a problem's tiles."""
-    tiles = math.prod(t.counts(p)) * p.groups * t.cout_blocks
-    return tiles * math.prod(t.tile) * 64 * t.wgs_m * t.multiplied.total * t.chunks * t.chunk
-
-
 def other_size(t: Tiling, p: Problem, rng: random.Random) -> Problem:
     """A layer at another size and batch that a tiling serves: within a tile, and of several."""
     for _ in range(9):
@@ -246,7 +199,7 @@ def other_size(t: Tiling, p: Problem, rng: random.Random) -> Problem:
         q = p
         with contextlib.suppress(ValueError):  # no output
             q = p.with_(batch=1 if p.batch_as_width else rng.randint(1, 4), size=tuple(size))
-        if serves(t, q) and work(t, q) <= MOST:
+        if serves(t, q) and gather_work(t, q) <= MOST:
             return q
     return p
 
@@ -264,9 +217,9 @@ def cases(seed: int) -> Iterator[Case]:
     """Those of a random layer."""
     rng = random.Random(f"modes of gather, {seed}")
     draw, what = SEARCHES[seed % len(SEARCHES)]
-    p = draw_problem(rng)
+    p = LAYERS.draw(rng)
     while p.rank != RANKS.get(draw, p.rank):
-        p = draw_problem(rng)
+        p = LAYERS.draw(rng)
     channels = (rng.choice((4, 8, 16, 16, 40, 72, 136)), rng.choice((3, 8, 16, 23, 40, 64, 72, 136)))
     changes: dict[str, Any] = {"in_channels": p.groups * channels[0], "out_channels": p.groups * channels[1]}
     if rng.random() < 0.3:  # rows that begin at few places
@@ -279,163 +232,113 @@ def cases(seed: int) -> Iterator[Case]:
         p = p.abreast or p
     for t in tilings(p, what, rng):
         q = other_size(t, p, rng)
-        if serves(t, q) and work(t, q) <= MOST:
+        if serves(t, q) and gather_work(t, q) <= MOST:
             chip = replace(H200, multiprocessors=rng.choice((1, 1, 2, 7, 132)))
             choice = gather.Choice(t, q, chip, Cost(rng.choice((1e-6, 1e-3))), general=rng.random() < 0.2)
-            yield Case(choice, drawn_way(choice, rng), work(t, q))
+            yield Case(choice, drawn_way(choice, rng), gather_work(t, q))
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
 
 
-def kinds() -> OfTiling:
-    """What is multiplied, and by which instruction."""
-    found: OfTiling = {}
-    for name, values in (("precision", TENSOR), ("pass_", PASSES)):
-        for kind in product(values, ("nchw", "channels_last"), (True, False)):
-            found[str(kind)] = lambda t, a=name, kind=kind: (getattr(t.problem, a), t.problem.layout, t.wgmma) == kind
-    return found
+def form(t: Tiling) -> tuple[Any, ...]:
+    """By which instruction, of which layout."""
+    return t.wgmma, t.problem.layout
 
 
-NCHW: OfTiling = {
+def without_taps(t: Tiling) -> set[tuple[str, str]]:
+    """What of an image no tap reads: planes, rows, or phases, which of NCHW go with a row's own."""
+    every = [one for of_variant in t.multiplied.bare for one in of_variant]
+    names = {"planes" if one.rows == 0 else "rows" if one.w < 0 else "phases" for one in every}
+    return {(name, t.problem.layout) for name in names}
+
+
+EVERY: Aspects = {
+    "precision": lambda t: (t.problem.precision, *form(t)),
+    "pass": lambda t: (t.problem.pass_, *form(t)),
+    "by wgmma": lambda t: t.wgmma and (t.split, t.resident),
+    "by mma.sync": lambda t: not t.wgmma and t.split,
+    "steps of a chunk": lambda t: t.k_steps,
+    "without taps": without_taps,
+}
+NCHW: Aspects = {
     "rows by threads": lambda t: not t.tensor_map and t.wgmma,
-    "rows by boxes": lambda t: t.tensor_map and not t.classed and t.whole is None,
-    "columns of a stride": lambda t: t.tensor_map and t.in_steps[2] > 1 and t.whole is None,
-    "columns of a stride of four": lambda t: t.tensor_map and t.in_steps[2] % 4 == 0 and t.whole is None,
-    "rows of several boxes": lambda t: t.tensor_map and t.row_boxes > 1 and t.whole is None,
-    "small images": lambda t: t.whole is not None and not t.beside,
+    "rows by boxes": lambda t: t.tensor_map and t.whole is None and t.parts,
+    "rows by several boxes": lambda t: t.tensor_map and t.whole is None and t.row_boxes > 1,
+    "rows by boxes, classes": lambda t: t.tensor_map and t.classed and t.classes,
+    "rows by boxes, classed": lambda t: t.tensor_map and (t.classed, t.element),
+    "columns of a stride": lambda t: t.tensor_map and t.whole is None and (min(t.in_steps[2], 2), t.in_steps[2] % 4),
+    "small images": lambda t: t.whole is not None and (t.beside > 0,),
     "small images of several boxes": lambda t: t.whole_pixels > t.box_pixels,
     "several small images": lambda t: t.whole is not None and t.tile[0] > 1,
-    "both parts of rows by boxes": lambda t: t.tensor_map and t.parts == 2 and t.whole is None,
-    "rows that only taps far apart read": lambda t: any(len(firsts) > 1 for firsts, _, _ in t.bands),
-    "rows that only taps far apart read, unrolled": lambda t: len(t.bands[1][0]) > 1 and t.unroll[1] > 1,
-    "stores between others": lambda t: not t.contiguous and t.element == 4,
-    "stores of 2 bytes between others": lambda t: not t.contiguous and t.element == 2,
+    "images side by side": lambda t: t.beside > 0 and t.element,
+    "images side by side, axes": lambda t: t.beside > 0 and t.problem.rank,
+    "rows that only taps far apart read": lambda t: (
+        any(len(firsts) > 1 for firsts, _, _ in t.bands) and (len(t.bands[1][0]) > 1 < t.unroll[1],)
+    ),
+    "stores between others": lambda t: not t.contiguous and t.element,
     "more than 16 phases": lambda t: t.width_subs > 16,
     "phases without taps": lambda t: -1 in t.multiplied.blocks_of_w and t.contiguous,
+    "runs": lambda t: t.contiguous and (min(t.runs, 16), t.sub[0]),
 }
-LAST: OfTiling = {
-    "a box": lambda t: t.tensor_map and not t.strided_box,
+LAST: Aspects = {
+    "boxes": lambda t: t.tensor_map and (t.strided_box,),
+    "parts of boxes": lambda t: t.tensor_map and t.parts,
     "a box for each remainder of columns": lambda t: t.strided_box and len(t.residues) > 1 and not t.planewise,
     "a box for each band of rows": lambda t: t.strided_box and t.plane_count > len(t.residues),
     "boxes that step over rows": lambda t: t.tensor_map and max(t.box_steps[2:4]) > 1,
-    "planes one by one": lambda t: t.planewise and t.straight,
-    "planes one by one, in rounds": lambda t: t.planewise and t.queued,
-    "pixels by threads": lambda t: not t.tensor_map and t.aligned_channels and t.wgmma,
-    "channels off 16 bytes": lambda t: not t.aligned_channels and t.wgmma,
-    "both parts of a box": lambda t: t.tensor_map and t.parts == 2,
-    "a batch as width": lambda t: t.problem.batch_as_width and t.problem.pass_ == "fwd",
-    "a batch as width, of gradients": lambda t: t.problem.batch_as_width and t.problem.pass_ != "fwd",
+    "planes one by one": lambda t: t.planewise and (t.straight, t.queued),
+    "pixels by threads": lambda t: not t.tensor_map and t.wgmma and (t.aligned_channels,),
+    "a batch as width": lambda t: t.problem.batch_as_width and t.problem.pass_,
     "clusters": lambda t: t.cluster > 1,
+    "runs": lambda t: min(t.runs, 8),
+    "sub-positions": lambda t: t.subs,
 }
-STEPS: OfTiling = {
-    "straight": lambda t: t.straight,
-    "straight, for several phases": lambda t: len({first for first, _ in t.stretches}) < len(t.multiplied.variants),
-    "in rounds": lambda t: t.queued,
-    "in rounds, of several phases": lambda t: t.queued and len(t.multiplied.variants) > 1,
-    "in rounds that drain": lambda t: t.wgmma and t.parts == 1 and not (t.straight or t.queued),
-    "in rounds that drain, of several blocks": lambda t: t.parts == 1 and t.mb > 1 and not (t.straight or t.queued),
+SHUFFLED: Aspects = {
+    "phases as rows": lambda t: (t.shuffle.ahead, any(t.shuffle.leads), t.channels_last),
+}
+STEPS: Aspects = {
+    "straight": lambda t: t.straight and (len({first for first, _ in t.stretches}) < len(t.multiplied.variants),),
+    "in rounds": lambda t: t.queued and (len(t.multiplied.variants) > 1,),
+    "in rounds that drain": lambda t: t.parts == 1 and not (t.straight or t.queued) and (t.mb > 1,),
     "of two subtiles": lambda t: t.wide,
     "of several blocks": lambda t: t.mb > 1 and t.nb > 1,
-    "of parts": lambda t: t.parts == 2,
-    "of resident parts": lambda t: t.parts == 2 and t.resident,
-    "clusters": lambda t: t.cluster > 1 and t.parts == 1,
+    "of parts": lambda t: t.parts == 2 and (t.resident,),
+    "clusters": lambda t: t.cluster > 1 and t.parts,
     "clusters of more than two": lambda t: t.cluster > 2,
-    "clusters of parts": lambda t: t.cluster > 1 and t.parts == 2,
     "rows unrolled": lambda t: t.unroll[1] > 1,
     "groups whose chunks have others' channels": lambda t: t.problem.groups > 1 and t.cin_g % t.chunk > 0,
 }
-DRAINED: OfTiling = {
-    "rows": lambda t: t.sub == (1, 64),
-    "patches": lambda t: t.sub == (8, 8),
+DRAINED: Aspects = {
+    "patches": lambda t: t.sub,
     "channels halved": lambda t: t.split == 1,
     "images": lambda t: t.tile[0] > 1,
     "rows of two runs": lambda t: t.sub == (1, 64) and t.nb > 1,
+    "phases along W": lambda t: t.width_subs,
+    "bytes of a row": lambda t: t.out_span,
 }
 
 
-def numbered() -> OfTiling:
-    """Modes that differ by numbers."""
-    found: OfTiling = {}
-    for kind in product((0, 1, 2), (True, False)):
-        found[f"split {kind[0]}, resident {kind[1]}"] = lambda t, kind=kind: t.wgmma and (t.split, t.resident) == kind
-    found |= where(
-        lambda t: t.tensor_map and t.classed,
-        having("rows of {name} {value}", classes=((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4)), element=(2, 4)),
-    )
-    found |= where(lambda t: t.beside > 0, having("images side by side, {name} {value}", element=(2, 4)))
-    found |= where(lambda t: t.beside > 0, {f"of {n} axes": lambda t, n=n: t.problem.rank == n for n in (1, 2, 3)})
-    found |= where(lambda t: not t.wgmma, having("by mma.sync, {name} {value}", split=(0, 1, 2)))
-    return found | having("{name} {value}", k_steps=(1, 2, 4))
-
-
-def stores() -> OfTiling:
-    """How results leave."""
-    found: OfTiling = {}
-    pixels = having("pixels, {name} {value}", runs=(1, 2, 3, 4, 8), subs=(1, 2, 4))
-    found |= where(lambda t: t.channels_last and t.shuffle is None, pixels)
-    for runs in (*product((8, 16), (1,)), *product((1, 2, 3), (8,))):
-        found[f"runs {runs}"] = lambda t, kind=runs: (
-            not t.channels_last and t.shuffle is None and t.contiguous and (t.runs, t.sub[0]) == kind
-        )
-    for way in ((True, False, 0), (False, True, 0), (False, False, 0), (True, False, 1), (False, True, 1)):
-        found[f"phases as rows {way}"] = lambda t, way=way: (
-            t.shuffle is not None and (t.shuffle.ahead, any(t.shuffle.leads), t.channels_last) == way
-        )
-    boxes = having("by the copy engine, {name} {value}", width_subs=(1, 2, 4), out_span=(32, 64, 128))
-    found |= where(lambda t: t.drained, boxes)
-    without: OfTiling = {
-        "planes": lambda one: one.rows == 0,
-        "rows": lambda one: one.rows > 0 and one.w < 0,
-        "phases": lambda one: one.rows > 0 and one.w >= 0,  # of NCHW these go with a row's own
-    }
-    for name, layout in (*product(without, ("channels_last",)), ("planes", "nchw"), ("rows", "nchw")):
-        found[f"{name} without taps, {layout}"] = lambda t, fits=without[name], layout=layout: (
-            t.problem.layout == layout and any(fits(one) for of_variant in t.multiplied.bare for one in of_variant)
-        )
-    return found
-
-
-def calls() -> OfCase:
-    """How weights come, how tiles are taken, and what is known of a result's rows."""
-    found: OfCase = {
-        "weights as they lie for several sub-positions": lambda case: as_they_lie(case) and of(case).subs > 1,
-        "weights as they lie in clusters": lambda case: as_they_lie(case) and of(case).cluster > 1,
-        "packing a bias": lambda case: case.way.single and case.choice.problem.bias,
-        "tiles claimed by blocks of one M-group": lambda case: (
-            claims(case) and of(case).resident and of(case).m_groups > 1
-        ),
-        "long runs without taps, 4 bytes": lambda case: longest_run(case) > 2100 and of(case).element == 4,
-        "long runs without taps, 2 bytes": lambda case: longest_run(case) > 2100 and of(case).element == 2,
-        "runs off 16 bytes without taps, 4 bytes": lambda case: longest_run(case) % 16 > 0 and of(case).element == 4,
-    }
-    for pass_, (name, n) in product(
-        PASSES, (("element", 2), ("element", 4), ("resident", 0), ("resident", 1), ("split", 1))
-    ):
-        found[f"{pass_} of weights as they lie, {name} {n}"] = lambda case, pass_=pass_, a=name, n=n: (
-            as_they_lie(case) and case.choice.problem.pass_ == pass_ and getattr(of(case), a) == n
-        )
-    for size, how in ((2, ""), (2, "last"), (2, "single"), (4, ""), (4, "last")):
-        found[f"weights of {size} bytes for phases as rows, {how}"] = lambda case, kind=(size, how): (
-            of(case).shuffle is not None and (of(case).element, lies(case)) == kind
-        )
-        for pass_ in PASSES:
-            found[f"{pass_}, packing weights of {size} bytes, {how}"] = lambda case, kind=(pass_, size, how): (
-                (case.choice.problem.pass_, of(case).element, lies(case)) == kind and not as_they_lie(case)
-            )
-    for kind in product((0, 2), (True, False)):
-        found[f"tiles claimed, split and resident {kind}"] = lambda case, kind=kind: (
-            claims(case) and (of(case).split, of(case).resident) == kind
-        )
-    for kind in ((4, 16), (4, 8), (4, 4), (2, 16), (2, 4), (2, 2)):
-        found[f"rows of so many bytes at multiples of {kind}"] = lambda case, kind=kind: (
-            stores_rows(case) and (of(case).element, gather.store_unit(of(case), case.choice.problem)) == kind
-        )
-    for size in (2, 4):
-        found[f"rows of {size} bytes of any size"] = lambda case, size=size: (
-            stores_rows(case) and case.choice.general and of(case).element == size
-        )
-    return found
+CALLS: Aspects = {
+    "weights as they lie": lambda case: as_they_lie(case) and (case.choice.problem.pass_, of(case).element),
+    "weights as they lie, resident": lambda case: as_they_lie(case) and (case.choice.problem.pass_, of(case).resident),
+    "weights as they lie, halved": lambda case: as_they_lie(case) and of(case).split == 1 and case.choice.problem.pass_,
+    "weights as they lie for sub-positions": lambda case: as_they_lie(case) and of(case).subs > 1,
+    "weights as they lie in clusters": lambda case: as_they_lie(case) and of(case).cluster > 1,
+    "packing": lambda case: (
+        not as_they_lie(case)
+        and (case.choice.problem.pass_, of(case).element, lies(case), of(case).shuffle is not None)
+    ),
+    "packing a bias": lambda case: case.way.single and case.choice.problem.bias,
+    "tiles claimed": lambda case: claims(case) and (of(case).split, of(case).resident),
+    "tiles claimed by blocks of one M-group": lambda case: claims(case) and of(case).resident and of(case).m_groups > 1,
+    "long runs without taps": lambda case: longest_run(case) > 2100 and of(case).element,
+    "runs off 16 bytes without taps": lambda case: longest_run(case) % 16 > 0 and of(case).element,
+    "rows at multiples of bytes": lambda case: (
+        stores_rows(case) and (of(case).element, gather.store_unit(of(case), case.choice.problem))
+    ),
+    "rows of any size": lambda case: stores_rows(case) and case.choice.general and of(case).element,
+}
 
 
 def of(case: Case) -> Tiling:
@@ -470,21 +373,20 @@ def longest_run(case: Case) -> int:
     return planes * math.prod(result_shape(p)[-2:]) * t.element // math.prod(t.counts(p)[2:])
 
 
-MODES = calls() | of_cases(
-    {
-        "": (kinds() | numbered() | stores(), lambda t: True),
-        "NCHW: ": (NCHW, lambda t: not t.channels_last and t.shuffle is None),
-        "channels_last: ": (LAST, lambda t: t.channels_last and t.shuffle is None),
-        "steps: ": (STEPS, lambda t: t.wgmma),
-        "by the copy engine: ": (DRAINED, lambda t: t.drained),
-    }
+ASPECTS = CALLS | of_cases(
+    EVERY
+    | only(lambda t: not t.channels_last and t.shuffle is None, NCHW)
+    | only(lambda t: t.channels_last and t.shuffle is None, {f"{name}, channels_last": of for name, of in LAST.items()})
+    | only(lambda t: t.shuffle is not None, SHUFFLED)
+    | only(lambda t: t.wgmma, {f"steps {name}": of for name, of in STEPS.items()})
+    | only(lambda t: t.drained, {f"{name}, by the copy engine": of for name, of in DRAINED.items()})
 )
 
 
 @cache
 def chosen() -> list[Case]:
     """Once for all parts."""
-    return few(cases, FIRST, MODES)
+    return few(cases, ASPECTS, COUNT, FIRST)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -502,12 +404,13 @@ def test_infinities_reach_only_the_outputs_that_read_them(emulator: Emulator) ->
     """Where sub-positions share a block (`subs` > 1) its rows do multiply the union of their taps' pixels; so do phases
     as rows. Chunks of groups must not end in the next group.
     """
-    wanted: OfCase = {
-        f"{layout}, groups of chunks that are {'full' if full else 'not full'}": lambda case, kind=(layout, full): (
-            (of(case).problem.layout, of(case).cin_g % of(case).chunk == 0) == kind and of(case).problem.groups > 1
+    alone: Aspects = {
+        "chunks of groups": lambda case: (
+            of(case).problem.groups > 1
+            and of(case).subs == 1
+            and of(case).shuffle is None
+            and (of(case).problem.layout, of(case).cin_g % of(case).chunk == 0)
         )
-        for layout, full in product(("nchw", "channels_last"), (False, True))
     }
-    alone = ((case for case in cases(seed) if of(case).subs == 1 and not of(case).shuffle) for seed in SEEDS)
-    for case in fewest(alone, wanted):
+    for case in few(cases, alone, 4):
         assert_infinities_reach_no_others(case.choice, emulator, Way())
