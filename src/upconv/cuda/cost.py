@@ -58,10 +58,10 @@ class Work:
     """Whether a consumer stores while the other multiplies, since they take tiles in turn."""
     beside: float = 0.0
     """Clocks of a tile that nothing hides, beside those of every tile."""
+    start: float = 0.0
+    """Clocks of a launch until its first instruction, beside what every launch takes."""
     exchanged: float = 0.0
     """Sums of a tile that a cluster's blocks add up."""
-    beside_memory: float = RATES.beside_memory
-    """As `upconv.cuda.gpu.Rates.beside_memory`."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def cost(work: Work, gpu: Gpu) -> Cost:
         clocks = waves * tile
     clocks += waves * work.beside
     multiplying, dram = clocks / gpu.clock, work.moved / gpu.bandwidth
-    seconds = max(multiplying, dram) + work.beside_memory * min(multiplying, dram) + of.launch
+    seconds = max(multiplying, dram) + of.beside_memory * min(multiplying, dram) + of.launch + work.start / gpu.clock
     tiles = waves / gpu.clock
     return Cost(
         seconds,

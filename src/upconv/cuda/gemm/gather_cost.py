@@ -14,6 +14,7 @@ from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
 from upconv.cuda.gpu import RATES, SECTOR, Gpu
 from upconv.problem import Problem
 
+_START = 4400.0  # clocks of a launch until its first pixels are there
 _DRAIN = 300.0  # clocks of tensor cores that run dry behind a stretch of code
 _IEEE = 1.06  # matrix instructions for a fragment of IEEE float32: three for two, of which few wait
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
@@ -28,7 +29,6 @@ _STAGED_ROW = {False: 16.0, True: 95.0}  # bytes of memory by which a row of its
 _FILLED = 28.8  # the same of what is the bias alone
 _FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of it, of all of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
-_BESIDE_MEMORY = {"nchw": 0.19, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
 _SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
@@ -54,7 +54,6 @@ def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
         stages=math.inf,  # which nobody waits for
         stored=stored,
         in_turn=t.split == 2,
-        beside_memory=_BESIDE_MEMORY[p.layout],
     )
     return cost(found, gpu).seconds
 
@@ -99,9 +98,9 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         turned=chunks * turned,
         dry=dry,
         stored=stored,
+        start=_START,
         in_turn=t.split == 2,
         exchanged=t.sums_bytes / 4 if t.cluster > 1 else 0.0,
-        beside_memory=_BESIDE_MEMORY[p.layout],
     )
 
 

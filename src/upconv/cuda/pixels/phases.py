@@ -25,7 +25,7 @@ from upconv.problem import Problem
 
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""
-_RUN = 51.7  # clocks of a consumer for a row of outputs on its way through the buffer
+_PASS, _BUFFERED = 160.0, 3.0  # clocks of a pass through a consumer's buffer, and of what 32 lanes store there at once
 
 
 class Shift(NamedTuple):
@@ -215,6 +215,7 @@ class Phases(Tile):
         """Both consumers' tiles are one, since each has one of its own."""
         c = self.c
         steps = CONSUMERS * c.chunks
+        stores = c.passed * self.tile_w * c.step_w / self._neighbours / 32  # of a pass into the buffer, by a warp each
         return Work(
             steps * c.mb * c.users * c.shifts,
             steps * c.mb * c.users * c.shift_columns,
@@ -225,8 +226,13 @@ class Phases(Tile):
             lines=steps * c.stage_bytes / 128,
             boxes=steps * c.source_row_count,
             loads=steps * c.source_row_count * (c.shifts * c.mb * (2 / self.element) + 2),
-            stored=CONSUMERS * c.pairs * c.co_columns / c.passed * _RUN,
+            stored=CONSUMERS * c.pairs * c.co_columns / c.passed * (_PASS + stores * _BUFFERED),
         )
+
+    @property
+    def _neighbours(self) -> int:
+        """Outputs that a lane stores into the buffer at once."""
+        return 2 if self.aligned and self.c.step_w % 2 == 0 else 1
 
     def text(self, p: Problem, gpu: Gpu) -> str:
         c = self.c
