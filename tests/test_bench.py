@@ -25,10 +25,6 @@ from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Problem
 CEILINGS = ceilings(1e9, 1e10)
 
 
-def whole(name: str) -> Problem:
-    return next(c.problem for cases in SUITES.values() for c in cases if c.name == name)
-
-
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +160,7 @@ def test_the_slices_reference_is_the_wholes(p: Problem, budget: int) -> None:
 
 
 DAMAGES = {
+    "beyond KernelBench's tolerance": lambda t: t + 1.01 * 1e-4 * (1 + t.abs()),
     "zeros": torch.zeros_like,
     "column": lambda t: t.index_fill(-1, torch.tensor([t.shape[-1] - 1]), 0),
     "nan": lambda t: torch.where(torch.arange(t.numel()).view_as(t) < t.numel() - 1, t, math.nan),
@@ -179,41 +176,11 @@ def test_a_damaged_result_is_wrong(damage: str) -> None:
     (theirs,) = timing.work("torch", TINY, tensors)()
     ours = DAMAGES[damage](theirs)
     error, _, right = check.errors(TINY, check.truths(TINY, tensors), (ours,), (theirs,))
-    assert not right and error > 0.01
-
-
-def test_the_tolerance_is_kernelbenchs() -> None:
-    theirs = torch.randn(3, 4, 5)
-    for precision, tolerance in (("tf32", 1e-4), ("bf16", 1e-2)):
-        for share in (0.5, 0.99, 1.01, 3.0):
-            ours = theirs.clone()
-            ours[2, 1, 3] += share * tolerance * (1 + theirs[2, 1, 3].abs())
-            used = check.tolerance_used(precision, ours, theirs)
-            assert used == pytest.approx(share, rel=1e-2)
-            assert (used <= 1) == torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
-    nan = theirs.clone()
-    nan[0, 0, 0] = math.nan
-    assert check.tolerance_used("tf32", nan, theirs) == check.tolerance_used("tf32", theirs[:2], theirs) == math.inf
-    assert check.tolerance_used("tf32", theirs.double(), theirs) == math.inf
+    assert not right and error > (0.01 if "tolerance" not in damage else 0)
+    assert check.tolerance_used("tf32", ours, theirs) > 1 >= check.tolerance_used("bf16", theirs + 1e-3, theirs)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def measured(p: Problem) -> Row:
-    return run.row(Job("custom", "x", p), CPU, SHORT, CEILINGS)
-
-
-def test_a_row_of_ours_has_a_ratio_of_two_times(plans) -> None:
-    plans("shuffle", "split")
-    found = measured(TINY)
-    assert (found["engine"], found["plan"], found["failure"], found["rounds"]) == ("cpu:shuffle", "shuffle", None, 3)
-    assert found["ratio"] == pytest.approx(found["torch_ms"] / found["ours_ms"])
-    assert found["roof_ms"] == pytest.approx(1e3 * max(TINY.flops / 1e10, TINY.bytes / 1e9))
-    assert found["percent_of_roof"] == pytest.approx(100 * found["roof_ms"] / found["ours_ms"])
-    assert 0 < found["rel_error"] < 1e-6 and found["layer"] == "4->6 k3x2 s2x1 p1x0 op1x0 g2 on 2x4x5x6"
-    step = measured(TINY.with_(pass_="step"))
-    assert step["plan"] == "forward=shuffle backward=split" and step["engine"] == "cpu:shuffle+split"
 
 
 @pytest.fixture
@@ -257,28 +224,15 @@ def row(case: str, ratio: float | None, engine: str = "cpu:flip", **changes: obj
     return {**found, **changes}
 
 
-ROWS = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None), row("D", 0.5), row("FSR-s3", 8.0)]
-
-
-@pytest.fixture
-def sample() -> report.Report:
-    return report.gather(ROWS, CPU, "layers", ceilings=CEILINGS)
-
-
-def test_a_report_survives_the_file(sample: report.Report, tmp_path: Path) -> None:
+def test_a_report_survives_the_file(tmp_path: Path) -> None:
+    """Which numbers that JSON has not leave as it is."""
+    rows = [row("A", 4.0), row("B", 1.0, "torch"), row("C", None)]
+    sample = report.gather(rows, CPU, "layers", ceilings=CEILINGS)
     path = tmp_path / "r.json"
     report.save(sample, path)
-    assert report.load(path) == sample and [p.name for p in tmp_path.iterdir()] == ["r.json"]
-
-
-def test_numbers_that_json_has_not_leave_the_old_file(sample: report.Report, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    report.save(sample, path)
-    before = path.read_bytes()
-
     with pytest.raises(ValueError):
         report.save({**sample, "rows": [row("A", math.nan)]}, path)
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    assert report.load(path) == sample and [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

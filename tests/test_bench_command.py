@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from measured import CPU, LAYER, TINY, ceilings, fast_fixture, plans_fixture  # noqa: F401
-from upconv.bench import progress, report, roofline, run, suites, tables, timing, training
+from upconv.bench import report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments
 from upconv.cuda.families import FAMILIES
@@ -90,15 +90,6 @@ def test_what_cannot_be_drawn_is_a_sentence(tmp_path: Path) -> None:
 
 
 # --- spread ----------------------------------------------------------------------------------------------------------
-
-
-def test_times_that_vary_by_more_than_half_are_told() -> None:
-    calm, wild = [0.8, 0.8, 1.0, 1.3, 1.3], [0.8, 0.8, 1.0, 1.31, 1.31]
-    assert timing.unsteady({"ours": calm, "torch": [1.0]}) is None
-    assert timing.unsteady({"ours": wild, "torch": [1.0, 1.0, 2.0, 4.0, 4.0]}) == (
-        "times vary by more than half: upconv's by 51% of their median, PyTorch's by 150% of their median; measure "
-        "again on an idle machine"
-    )
 
 
 def test_a_row_has_the_quartiles_of_its_times(plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,18 +202,6 @@ def test_nothing_is_cut_in_a_pipe(fast: None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes stdout for a terminal
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert arguments.console().width == 90
-
-
-def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.Progress() as tell:
-        for second in range(25):
-            now[0] = 100.0 + second
-            tell(f"row {second}", second, 25)
-        tell("compiling", None, None)
-    err = capsys.readouterr().err
-    assert err == "0 of 25 done; row 0\n10 of 25 done; row 10\n20 of 25 done; row 20\n"
 
 
 # --- programs of benchmarks/ -----------------------------------------------------------------------------------------
