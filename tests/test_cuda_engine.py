@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import upconv
-from conftest import OURS, Call, assert_close, make_call
+from conftest import OURS, Call, make_call
 from situations.processes import in_threads
 from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
 from strategies import operands
@@ -219,31 +218,6 @@ COUNTED: dict[str, Callable[[Any], object]] = {
     "data set": lambda w: setattr(w, "data", _random(w)), "set": torch.no_grad()(lambda w: w.set_(_random(w))),
 }  # fmt: skip
 """Changes that PyTorch counts."""
-UNCOUNTED: dict[str, Callable[[Any], object]] = {
-    "data": lambda w: w.data.mul_(0.5).add_(1), "average": lambda w: w.data.copy_(_random(w)),
-    "DLPack": lambda w: torch.from_dlpack(w.detach()).mul_(3), "NumPy": lambda w: w.detach().numpy().fill(2.0),
-    "foreign": lambda w: ctypes.memset(w.data_ptr(), 0, w.nbytes // 2),
-}  # fmt: skip
-"""Changes that it does not count."""
-
-
-@pytest.mark.parametrize("change", COUNTED | UNCOUNTED)
-def test_calls_read_the_weights_as_they_are(change: str, kernels: Kernels) -> None:
-    """Through autograd: a forward, the gradient for the input, and the forward of an evaluation in between."""
-    layer = upconv.ConvTranspose2d(4, 6, 3, stride=2)
-    for _ in range(3):
-        x = torch.randn(2, 4, 5, 5, requires_grad=True)
-        grad = torch.randn(2, 6, 11, 11)
-        truth = torch.conv_transpose2d(x, layer.weight, layer.bias, 2)
-        (expected,) = torch.autograd.grad(truth, x, grad)
-        out = layer(x)
-        (found,) = torch.autograd.grad(out, x, grad)
-        with torch.no_grad():
-            assert_close(layer(x), truth)
-        assert_close(out, truth)
-        assert_close(found, expected)
-        (COUNTED | UNCOUNTED)[change](layer.weight)
-    assert "fwd" in kernels.ran()
 
 
 @pytest.mark.parametrize("change", COUNTED)
@@ -434,19 +408,15 @@ def test_strict_refuses_what_pytorch_would_serve() -> None:
     call = make_call((2, 4, 5, 6), (4, 3, 3, 3), False, stride=2)
     call.run(OURS)
     with upconv.strict(True):
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(RuntimeError, match=r"4->3 k3 s2 p0 on 2x4x5x6 float32.*the output is small"):
             call.run(OURS)
-        assert "4->3 k3 s2 p0 on 2x4x5x6 float32" in str(error.value)
-        assert "the output is small, so the call is bound by its overhead" in str(error.value)
         with pytest.raises(RuntimeError, match="complex64"):
             make_call((2, 4, 5, 6), (4, 3, 3, 3), dtype=torch.complex64).run(OURS)
         with pytest.raises(RuntimeError, match="a Mine"):
             Call(call.input.as_subclass(Mine), call.weight, call.bias).run(OURS)
-        x, w = torch.randn(2, 1, 4).mT, torch.randn(4, 3, 5)
-        with pytest.raises(RuntimeError, match="strides of this 1-D input for channels_last"):
-            upconv.conv_transpose1d(x, w)
+        w = torch.randn(4, 3, 5).mT.contiguous().mT
         with pytest.raises(RuntimeError, match="strides of this 1-D weight for channels_last"):
-            upconv.conv_transpose1d(torch.randn(2, 4, 6), w.mT.contiguous().mT)
+            upconv.conv_transpose1d(torch.randn(2, 4, 6), w)
         with pytest.raises(RuntimeError, match=r"upconv\.strict"):
             torch.ops.upconv.conv_transpose(call.input, call.weight, None, [2, 2], [0, 0], [0, 0], 1, [1, 1])
         with upconv.strict(False):
@@ -458,12 +428,6 @@ def test_strict_refuses_what_pytorch_would_serve() -> None:
 
 class Mine(Tensor):
     pass
-
-
-def test_strict_lets_pass_what_an_engine_serves(kernels: Kernels) -> None:
-    with upconv.strict():
-        make_call((2, 4, 5, 6), (4, 3, 3, 3), stride=2).check()
-    assert "fwd" in kernels.ran()
 
 
 def test_strict_exempts_what_pytorch_must_see() -> None:
