@@ -89,26 +89,12 @@ def test_one_graph_serves_all_sizes(engine: str) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     for n, h, w in ((2, 5, 4), (3, 7, 9)):
         assert_same_step(compiled, model, torch.randn(n, 4, h, w))
-    counted = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(model, backend=counted, fullgraph=True, dynamic=True)
-    for n, h, w in ((2, 5, 4), (3, 7, 5), (4, 6, 9)):
-        compiled(torch.randn(n, 4, h, w))
-    assert counted.frame_count == 1
-
-
-def test_output_size_and_unbatched_input(engine: str) -> None:
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     layer = upconv.ConvTranspose2d(4, 6, 3, stride=2, padding=1)
-
-    def function(x: Tensor, y: Tensor) -> Tensor:
-        return layer(x, output_size=y.shape[-2:])
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for shape in ((2, 4, 5, 5), (4, 5, 5)):
-        for size in ((9, 10), (10, 9)):
-            x, y = torch.randn(shape), torch.empty(size)
-            out = compiled(x, y)
-            assert out.shape[-2:] == size
-            assert_close(out.detach(), function(x, y).detach())
+    sized = torch.compile(lambda x, y: layer(x, output_size=y.shape[-2:]), backend="aot_eager", fullgraph=True)
+    for shape, size in (((2, 4, 5, 5), (9, 10)), ((4, 5, 5), (10, 9))):
+        x = torch.randn(shape)
+        assert_close(sized(x, torch.empty(size)).detach(), layer(x, output_size=size).detach())
 
 
 @pytest.fixture(scope="module")
@@ -393,13 +379,7 @@ def test_opcheck(sample: Any, dtype: torch.dtype, engine: str) -> None:
     operands = [t.requires_grad_() for t in call.operands]
     args = (*operands[:2], operands[2] if bias else None, stride, padding, output_padding, groups, dilation)
     torch.library.opcheck(torch.ops.upconv.conv_transpose.default, args, test_utils=UTILITIES)
-    out = torch.ops.upconv.conv_transpose(*args)
-    named = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")[len(stride) - 1]
-    wanted = getattr(torch, named)(*args[:3], stride, padding, output_padding, groups, dilation)
-    assert_close(out.detach(), wanted.detach(), length=512)
-    grad = torch.randn_like(out)
-    for a, b in zip(torch.autograd.grad(out, operands, grad), torch.autograd.grad(wanted, operands, grad)):
-        assert_close(a, b, length=4096)
+    grad = torch.randn_like(torch.ops.upconv.conv_transpose(*args))
     x, w, *b = (t.detach() for t in operands)
     text = text_of(*args[3:])
     forward = (x, w, b[0] if bias else None, text)
