@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import upconv
 from conftest import HOPPER, assert_accurate, assert_close, tf32_magnitude
@@ -387,6 +388,22 @@ def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
 
     assert gradcheck(call, given_, check_batched_grad=True) and gradgradcheck(call, given_)
     assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
+
+
+def test_only_what_is_asked_for_is_computed(stand_ins: Kernels) -> None:
+    """And a counter of operations that is there in the backward alone sees PyTorch's operator."""
+    x, found, counts = image().requires_grad_(), [], []
+    for module in layer(2, 4, 6, 3):
+        out = module(x)
+        stand_ins.ran()
+        found += torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+        counts.append(stand_ins.ran())
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        assert stand_ins.ran() == [] and counter.get_total_flops() > 0
+        counts.append([counter.get_total_flops()])
+    torch.testing.assert_close(*found)
+    assert counts[0] == ["fwd"] and counts[1] == counts[3]
 
 
 @LACKING

@@ -162,21 +162,6 @@ def test_every_pass_of_every_layer_has_a_kernel(gpu: Gpu) -> None:
 LAST_BF16: dict[str, Any] = {"layout": "channels_last", "dtype": DTYPES["bf16"], "precision": "bf16"}
 
 
-def test_copies_in_channels_last_pack_the_weights() -> None:
-    """Which the channels_last kernel alone would read as they lie."""
-    p = Problem.make(4, 32, 32, (32, 64, 128), 3, 2, 1, precision="tf32", pass_="grad-input", bias=False)
-    answer = families.choose(p, H200)["rearrange"]
-    assert not isinstance(answer, str) and answer.packing_seconds > 1e-6
-    check_choice("rearrange", answer, p, H200)
-
-
-def test_a_weights_gradient_is_computed_on_copies_wherever_that_is_estimated_faster() -> None:
-    """Which took a margin in TF32, though it is the model of rows off 16 bytes that is the optimistic one."""
-    p = Problem.make(100, 256, 256, (14, 14), 2, 2, precision="tf32", pass_="grad-weight", bias=False)
-    choices = families.choose(p, H200)
-    assert not isinstance(choices["rearrange"], str) and family.best_of(choices) is choices["rearrange"]
-
-
 @pytest.mark.parametrize(
     "p",
     [

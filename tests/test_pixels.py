@@ -15,7 +15,7 @@ from conftest import EVERY, needs_gxx
 from drawn import DTYPES, choices, short_rings
 from emulator import Emulator, emulator
 from results import Way, assert_computes, assert_infinities_reach_no_others
-from upconv.bench.suites import SUITES, parse_layer
+from upconv.bench.suites import parse_layer
 from upconv.cuda.axes import any_size
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import H200
@@ -29,13 +29,6 @@ __all__ = ["emulator"]
 
 LAST: dict[str, Any] = {"layout": "channels_last"}
 BACK: dict[str, Any] = {"pass_": "grad-input"}
-
-
-def layer_of(name: str, **changes: Any) -> Problem:
-    (layer,) = {case.problem for cases in SUITES.values() for case in cases if case.name == name}
-    changes = {"precision": "tf32"} | changes
-    p = layer.with_(dtype=DTYPES[changes["precision"]], **changes)
-    return p if p.pass_ == "fwd" else p.with_(bias=False)
 
 
 def parsed(layer: str, size: str, **changes: Any) -> Problem:
@@ -72,7 +65,6 @@ UNFIT: list[tuple[Any, dict[str, Any]]] = [
     (implicit.Implicit(SMALL.with_(layout="channels_last"), 256, 4, True), {"mb": 1}),
     (implicit.Implicit(SMALL.with_(layout="channels_last"), 64, 1, True, stages=1), {"stages": 2}),
     (Pairs(SMALL_BACK.with_(kernel=(2, 16), stride=(2, 8)), 64, 64), {"group": 16}),  # more than a box
-    (phases.Phases(any_size(layer_of("kb73")), 128), {"tile_w": 64}),  # sums and fragments
     (phases.Phases(FEW, 256), {"tile_w": 64}),  # more than a box
     (sweep.Sweep(DEEP, (9, 16), 1, 8), {"shape": (5, 16)}),  # more pixels than subtiles have
     (sweep.Sweep(DEEP, (4, 16), 8, 8), {"nb": 2}),  # sums

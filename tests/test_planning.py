@@ -4,7 +4,6 @@ and their bounds leave out no tiling that could be the best."""
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
@@ -15,12 +14,9 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda import families, family
-from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_cost, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
-from upconv.cuda.pixels import family as pixels
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
 from upconv.problem import LAYOUTS, Pass, Precision, Problem
 
@@ -69,17 +65,6 @@ def test_strides_of_thousands_are_planned_and_compiled_as_others(stride: int, gp
         choice = planner.select(p.with_(pass_=pass_), planner.Device("cuda", gpu=gpu)).choice
         if choice is not None:
             assert sum(len(unit.source) for unit in choice.sources()) < 400_000
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_large_stride_compiles_in_seconds(layout: str) -> None:
-    p = Problem.make(2, 64, 64, (4, 4), 3, 3000, 1, dtype=torch.bfloat16, layout=layout)  # type: ignore[arg-type]
-    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
-    assert choice is not None
-    begin = time.process_time()
-    for unit in choice.sources():
-        jit.built(unit.source, "90a", unit.label)
-    assert time.process_time() - begin < 10 * FACTOR
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
@@ -145,23 +130,6 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
-
-
-@pytest.mark.parametrize("case", ["kb65", "kb68"])
-def test_many_taps_of_wide_images_share_a_halo(case: str) -> None:
-    """A kernel that loads pixels anew for each tap waits for the second-level cache (docs/design.md, Pixels as M)."""
-    found = dict(SUITES["cuda"])[case].with_(precision="tf32", layout="channels_last")
-    choices = families.choose(found, H200)
-    assert not any(isinstance(choices[name], str) for name in ("gather", "pixels"))
-    assert family.best_of(choices) is choices["gather"]
-
-
-@pytest.mark.parametrize("case", ["pose3", "vae"])
-def test_weights_in_place_of_pixels_spare_no_lines(case: str) -> None:
-    """Tiles of few pixels and many columns bring more lines to a multiprocessor than square ones."""
-    layers = dict(SUITES["cuda"]) | dict(SUITES["field"])
-    choice = pixels.choose("implicit", layers[case].with_(precision="tf32", layout="channels_last"), H200)
-    assert not isinstance(choice, str) and choice.tile.rows >= 128
 
 
 @pytest.mark.parametrize(
