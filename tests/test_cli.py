@@ -125,36 +125,3 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "upconv", "--version"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"upconv {upconv.__version__}\n", "")
-
-
-# --- explain ---------------------------------------------------------------------------------------------------------
-
-
-def test_explain_says_sizes_taps_roof_and_plan(fast: None, plans) -> None:
-    plans("shuffle")
-    code, out = command(
-        "explain", "32,64,(3,5),stride=(2,3),padding=(1,2),dilation=(2,1),groups=4", "--input", "2x32x64x128",
-        "--device", "cpu",
-    )  # fmt: skip
-    assert code == 0
-    lines = [line.rstrip() for line in out.splitlines()]
-    assert lines[0] == "32->64 k3x5 s2x3 p1x2 d2x1 g4 on 2x32x64x128 · float32 · nchw · fwd"
-    assert lines[1] == "output  2 x 64 x 129 x 382"
-    assert lines[2:5] == ["kernel  a b c a b", "        a b c a b", "        a b c a b"]
-    assert lines[5] == "phases  6 phases, 15 taps: outputs of a phase share its taps"
-    # Rows o with (o + 1) even: 64 of 129; columns with (o + 2) = 0, 1 and 2 mod 3: 127, 127 and 128 of 382.
-    assert lines[6] == f"        a b: 6 taps each, {64 * 254 / (129 * 382):.0%} of the outputs"
-    assert lines[7] == f"        c: 3 taps, {64 * 128 / (129 * 382):.0%} of the outputs"
-    assert lines[8] == f"        3 phases have no tap: {65 / 129:.0%} of the outputs are just the bias"
-    p = parse_layer("32,64,(3,5),(2,3),(1,2),dilation=(2,1),groups=4", "2x32x64x128")
-    assert lines[9].startswith(
-        f"work    {p.flops / 1e6:.3g} MFLOP useful, {p.bytes / 1e6:.3g} MB compulsory (9.2 FLOP per byte)"
-    )
-    assert lines[10].startswith(
-        f"roof    {1e3 * p.bytes / 1e10:.3g} ms, bound by memory: {1e3 * p.flops / 1e11:.3g} ms of FLOPs"
-    )
-    assert lines[-3:-1] == ["plan    shuffle, engine cpu:shuffle", "        ✓ shuffle  forced"]
-    assert lines[-1] == (
-        f"upconv's plan cpu:shuffle computes the forward pass; its roof is {1e3 * p.bytes / 1e10:.3g} ms, and nothing "
-        "estimates its time here."
-    )

@@ -15,7 +15,6 @@ from upconv.bench.suites import parse_layer
 from upconv.cuda import gpu
 from upconv.explain import estimated_ceilings, verdict
 from upconv.planner import Device
-from upconv.problem import Problem
 
 explain = partial(command, "explain")
 LAYER = ("64,64,4,stride=2,padding=1", "--input", "8x64x32x32")
@@ -51,8 +50,7 @@ def test_each_named_gpu_has_a_plan(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("h100", "H100"), ("H100 SXM5", "H100"), ("NVIDIA H100 80GB HBM3", "H100"), ("h100-pcie", "H100 PCIe"),
-        ("NVIDIA H100 80GB PCIe", "H100 PCIe"), ("H100_NVL", "H100 NVL"), ("A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"), ("h100-pcie", "H100 PCIe"), ("NVIDIA H100 80GB PCIe", "H100 PCIe"),
         ("a100 80 gb", "A100 80GB"), ("A100-PCIE-40GB", "A100 40GB"), ("a6000", "RTX A6000"), ("3060ti", "RTX 3060 Ti"),
         ("geforce rtx 4070 ti super", "RTX 4070 Ti Super"), ("4090", "RTX 4090"), ("NVIDIA RTX 6000 Ada Generation",
         "RTX 6000 Ada"),
@@ -89,14 +87,6 @@ def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> Non
     text = verdict(step, plan, rates)
     assert f" in about {1e3 * seconds:.3g} ms on " in text and "compute the forward pass and its gradients" in text
     assert text.startswith(f"upconv's kernels {', '.join(plan.engine('step')[5:].split('+'))} compute ")
-
-
-def test_pytorchs_own_operator_is_named_with_its_reason() -> None:
-    p = Problem.make(1, 8, 8, (4, 4), 3, dtype=torch.bfloat16)
-    plan = planner.plan(p, Device("cuda", unavailable="PyTorch finds no CUDA device"))
-    rates = estimated_ceilings(gpu.H200)
-    expected = "PyTorch's own operator computes the forward pass: PyTorch finds no CUDA device."
-    assert verdict(p, plan, rates) == expected
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -117,25 +116,6 @@ def test_every_report_with_speeds_has_a_line(readme) -> None:
     speeds = [path for path in readme.RESULTS.rglob("*.json") if '"ratio"' in path.read_text()]
     missing = {path.parent.name for path in speeds if f"/results/{path.relative_to(readme.RESULTS)})" not in page}
     assert missing <= {"checkouts"}, "which compare two commits"
-
-
-def test_the_newest_row_of_a_compiled_model_counts(readme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it failed, for ours; not where PyTorch's own failed."""
-    (tmp_path / "compiled").mkdir()
-    rows = {"compile_ms": 2.0, "compile_ours_ms": 1.0, "compile_ratio": 2.0}
-    old = [{"case": case, **rows} for case in ("both", "ours", "torch", "old")]
-    new = [{"case": "both", **rows, "compile_ratio": 1.5}, {"case": "ours", "compile_ms": 2.0}, {"case": "torch"}]
-    for when, mine in (("2026-11-02", new), ("2026-11-01", old)):
-        device, versions = {"type": "cuda", "name": "H"}, {"torch": "2", "cudnn": "9"}
-        found = {"kind": "training", "when": when, "commit": when, "device": device, "versions": versions, "rows": mine}
-        (tmp_path / "compiled" / f"{when}.json").write_text(json.dumps(found))
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    lines = readme.compiled().splitlines()[2:6]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [(case, ratio, date) for case, *_, ratio, _, date in cells] == [
-        ("both", "1.50x", "2026-11-02"), ("old", "2.00x", "2026-11-01"), ("ours", "failed", "2026-11-02"),
-        ("torch", "2.00x", "2026-11-01"),
-    ]  # fmt: skip
 
 
 # --- docs/explain.md -------------------------------------------------------------------------------------------------

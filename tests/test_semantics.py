@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, assert_equal, forced_plans, make_call
-from situations import BF16, differences
+from situations import differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
 from upconv import cpu, planner
@@ -87,20 +87,6 @@ def negated_views(functions: Functions, call: Call) -> Any:
     """The imaginary part of a conjugate is a view with the negative bit: no engine may read its memory as it is."""
     x, w = (torch.complex(torch.zeros_like(t), t).conj().imag for t in (call.input, call.weight))
     return [run(functions, call, *two, call.operands[2]) for two in ((x, call.weight), (call.input, w), (x, w))]
-
-
-@case(BF16)
-def autocast(functions: Functions, call: Call) -> Any:
-    """Its backward is inside the region or outside."""
-    found = []
-    for dtype, inside in product((torch.bfloat16, torch.float16), (True, False)):
-        tensors = leaves(call)
-        with torch.autocast("cpu", dtype=dtype):
-            out = run(functions, call, *tensors)
-            with torch.autocast("cpu", dtype=dtype, enabled=inside):
-                out.backward(seeded(out))
-        found += [out.detach(), *(t.grad for t in tensors)]
-    return found
 
 
 @case()

@@ -70,37 +70,6 @@ def test_a_compiled_model_is_run_outside_of_its_graphs() -> None:
     assert [(row.name, row.calls) for row in found.rows][:2] == [("_orig_mod.up", 2), ("_orig_mod.last", 1)]
 
 
-def test_reasons_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each call by its own plan, with its own count in the closing line."""
-
-    def plan(p: Problem, device: Device) -> Plan:
-        return Plan(p, device, "native", "native", (Candidate("native", True, f"it has {p.out_channels} channels"),))
-
-    upconv.ops.forget_plans()
-    monkeypatch.setattr(planner, "plan", plan)
-    found = upconv.summary(upconv.accelerate(Net()), (2, 3, 8, 8))
-    upconv.ops.forget_plans()
-    assert [row.why for row in found.rows[:2]] == ["it has 8 channels", "it has 3 channels"]
-    assert found.closing.startswith(
-        "On a CPU PyTorch's own operator computes 3 of 3 calls "
-        "(2 since it has 8 channels; 1 since it has 3 channels), upconv 0."
-    )
-
-
-def test_it_says_what_runs() -> None:
-    """The forward of each row is what the call takes, for all plans of the CPU engine."""
-    model = upconv.accelerate(Net()).eval()
-    x = torch.randn(2, 3, 8, 8)
-    for name in ("shuffle", "flip", "unbiased", "native"):
-        with forced_plans(name) as forced:
-            found = upconv.summary(model, x)
-            described = [row for row in found.rows if row.ours and row.input]
-            forced.clear()
-            upconv.ops.forget_plans()
-            model(x)
-        assert len(described) == len(forced), name
-
-
 def test_text_is_whole_and_rich_wraps() -> None:
     found = upconv.summary(upconv.accelerate(Net()), (2, 3, 8, 8))
     text = str(found)
@@ -230,16 +199,3 @@ def test_the_report_states_what_no_input_changes(monkeypatch: pytest.MonkeyPatch
         assert ("its input decides whose operator computes it on a CPU" in line) == bool(shapes)
     assert lines[3].endswith(": oneDNN's own transposed kernel is the fastest for this shape")
     assert "on a CPU upconv computes 0 of 4, PyTorch's operator 1; of 3 the input decides" in lines[4]
-
-
-@pytest.mark.parametrize("home", (nn, upconv))
-def test_the_report_knows_who_must_see_the_call(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = F.conv_transpose2d
-    monkeypatch.setattr(F, "conv_transpose2d", lambda *args, **kwargs: old(*args, **kwargs))
-    lines: list[str] = []
-    with forced_plans("any"):
-        layer = upconv.accelerate(home.ConvTranspose2d(4, 3, 3, 2), report=lines.append)
-        (row,) = upconv.summary(layer, (1, 4, 5, 5)).rows
-    assert lines[0] == f"(the model itself): accelerated, but PyTorch's operator computes it on a CPU: {row.why}"
-    assert "torch.nn.functional.conv_transpose2d was replaced" in row.why
-    assert "upconv computes 0 of 1, PyTorch's operator 1 (" in lines[1]
