@@ -415,6 +415,8 @@ def test_strict_refuses_what_pytorch_would_serve() -> None:
         with pytest.raises(RuntimeError, match="a Mine"):
             Call(call.input.as_subclass(Mine), call.weight, call.bias).run(OURS)
         w = torch.randn(4, 3, 5).mT.contiguous().mT
+        with pytest.raises(RuntimeError, match="strides of this 1-D input for channels_last"):
+            upconv.conv_transpose1d(torch.randn(2, 1, 4).mT, w.contiguous())
         with pytest.raises(RuntimeError, match="strides of this 1-D weight for channels_last"):
             upconv.conv_transpose1d(torch.randn(2, 4, 6), w)
         with pytest.raises(RuntimeError, match=r"upconv\.strict"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch.utils._pytree import tree_map
 import situations
 from conftest import EVERY, diagonal, forced_plans, seeds
 from situations import Lab, Unavailable, differences, judge
-from situations.fuzz import build, draw
-from situations.processes import forked, in_threads
+from situations.fuzz import draw
 from standins import Kernels, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,30 +113,3 @@ def test_random_layers_are_not_nearly_all_errors(device: str) -> None:
     """About half of the draws have values. A quarter of 100 is more than four standard deviations below."""
     drawn = [draw(seed, Lab("stock", device)) for seed in range(100)]
     assert sum(isinstance(one, list) and isinstance(one[1], torch.Tensor) for one in drawn) >= 25
-
-
-def _calls(way: str, device: str) -> list[Any]:
-    built = [build(seed, Lab(way, device)) for seed in range(40)]
-    return [call for call in built if not isinstance(call, tuple)]
-
-
-@pytest.mark.filterwarnings("ignore:.*complex.*")
-def test_random_layers_in_threads(device: str) -> None:
-    wanted = [call() for call in _calls("stock", device)]
-    with forced_plans("any", "split") if device == "cpu" else nullcontext():
-        calls = _calls("layers", device)
-        shares = [calls[i::4] for i in range(4)]
-        found = in_threads([lambda share=share: [call() for call in share] for share in shares])
-    for i, each in enumerate(found):
-        assert not _differences(each, wanted[i::4])
-
-
-@pytest.mark.filterwarnings("ignore:.*complex.*")
-def test_random_layers_in_a_forked_process() -> None:
-    wanted = [call() for call in _calls("stock", "cpu")]
-    with forced_plans("any", "split"):
-        calls = _calls("layers", "cpu")
-        here = [call() for call in calls]
-        there = forked(lambda: _differences([call() for call in calls], wanted))
-    assert not _differences(here, wanted)
-    assert there == []

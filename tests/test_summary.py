@@ -70,6 +70,23 @@ def test_a_compiled_model_is_run_outside_of_its_graphs() -> None:
     assert [(row.name, row.calls) for row in found.rows][:2] == [("_orig_mod.up", 2), ("_orig_mod.last", 1)]
 
 
+def test_reasons_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each call by its own plan, with its own count in the closing line."""
+
+    def plan(p: Problem, device: Device) -> Plan:
+        return Plan(p, device, "native", "native", (Candidate("native", True, f"it has {p.out_channels} channels"),))
+
+    upconv.ops.forget_plans()
+    monkeypatch.setattr(planner, "plan", plan)
+    found = upconv.summary(upconv.accelerate(Net()), (2, 3, 8, 8))
+    upconv.ops.forget_plans()
+    assert [row.why for row in found.rows[:2]] == ["it has 8 channels", "it has 3 channels"]
+    assert found.closing.startswith(
+        "On a CPU PyTorch's own operator computes 3 of 3 calls "
+        "(2 since it has 8 channels; 1 since it has 3 channels), upconv 0."
+    )
+
+
 def test_text_is_whole_and_rich_wraps() -> None:
     found = upconv.summary(upconv.accelerate(Net()), (2, 3, 8, 8))
     text = str(found)

@@ -16,13 +16,7 @@ DTYPES = (torch.float32,) * 5 + (torch.float64, torch.bfloat16, torch.int64, tor
 
 
 def draw(seed: int, lab: Lab, plain: bool = False) -> Any:
-    """What a random layer says to a random input: values, gradients, error texts, all from one seed."""
-    drawn = build(seed, lab, plain)
-    return drawn if isinstance(drawn, tuple) else drawn()
-
-
-def build(seed: int, lab: Lab, plain: bool = False) -> Any:
-    """The layer and its input, as a function that calls it; or the error that the layer's arguments give.
+    """What a random layer says to a random input: values, gradients, error texts, all from one seed.
 
     ``plain``: a convolution that is not transposed.
     """
@@ -44,13 +38,10 @@ def build(seed: int, lab: Lab, plain: bool = False) -> Any:
     x = _input(rng, rank, layer, dtype)
     size = {"output_size": _output_size(rng, rank)} if not plain and rng.random() < 0.15 else {}
 
-    def call() -> list[Any]:
-        found = [error(lambda: seen(layer, x, **size)), error(lambda: seen(layer, x))]
-        if x.is_floating_point() or x.is_complex():
-            found.append(error(lambda: _step(layer, x)))
-        return found
-
-    return call
+    found = [error(lambda: seen(layer, x, **size)), error(lambda: seen(layer, x))]
+    if x.is_floating_point() or x.is_complex():
+        found.append(error(lambda: _step(layer, x)))
+    return found
 
 
 def _arguments(rng: random.Random, rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
