@@ -16,12 +16,12 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Counters
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
-from upconv.cuda.launches import Int, Launch, Long, Pointer, Scratch, Unit, Zeros
+from upconv.cuda.launches import THREADS, Int, Launch, Long, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.prepared import Program
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Problem
 
-_THREADS, _UNROLL = 256, 8
+_UNROLL = 8
 _LEAST_BYTES = {"nchw": 1 << 20, "channels_last": 16 << 20}
 """Of the output's gradient. NCHW takes one launch, 2 us more of the host than torch's and, of 2 MB, 10 us less of the
 GPU; channels_last takes two, of which the second costs small tensors more than the first saves."""
@@ -52,17 +52,17 @@ def shape(p: Problem, gpu: Gpu) -> Shape:
     pixels, most = math.prod(p.out_size), _BLOCKS * gpu.multiprocessors
     if p.layout == "channels_last":
         pixels *= p.batch
-        blocks = -(-channels // each // _THREADS)
-        rows = max(1, _THREADS // (channels // each)) * _UNROLL
+        blocks = -(-channels // each // THREADS)
+        rows = max(1, THREADS // (channels // each)) * _UNROLL
         share = max(rows, -(-pixels // max(1, most // blocks)))
         return Shape(blocks, -(-pixels // share), (channels, pixels, share))
-    share = _THREADS * _UNROLL * each  # which a block loads at a time
+    share = THREADS * _UNROLL * each  # which a block loads at a time
     pieces = -(-pixels // share)
     if pieces == 1:
         share = -(-pixels // each) * each
-    width = min(_THREADS, 1 << max(3, (-(-pixels // each) - 1).bit_length()))
+    width = min(THREADS, 1 << max(3, (-(-pixels // each) - 1).bit_length()))
     every = p.batch * pieces
-    items = max(_THREADS // width, -(-every // max(1, most // channels)))
+    items = max(THREADS // width, -(-every // max(1, most // channels)))
     return Shape(channels, -(-every // items), (channels, pixels, share, pieces, every, items, width))
 
 
@@ -90,13 +90,13 @@ def launches(p: Problem, gpu: Gpu, single: bool, lasting: bool) -> tuple[Launch,
         behind = -(-4 * channels // 16) * 16  # bytes of the counters, behind which partial sums are
         zeros = Zeros((behind + s.ranges * channels * element) // 4)
         arguments = (gradient, Pointer(zeros, behind), result, Pointer(zeros), Int(int(single)), Int(s.ranges), *sizes)
-        return (Launch(unit, "sum_at_once", grid, _THREADS, 0, arguments),)
+        return (Launch(unit, "sum_at_once", grid, THREADS, 0, arguments),)
     partial = Pointer(Scratch("partial sums", s.ranges * channels * element))
     finish = "finish_float" if single and p.dtype.itemsize == 2 else "finish"
     to = (partial, result, Int(channels), Int(s.ranges))
     return (
-        Launch(unit, entries[0], grid, _THREADS, 0, (gradient, partial, *sizes)),
-        Launch(unit, finish, -(-channels // (_THREADS // 32)), _THREADS, 0, to),
+        Launch(unit, entries[0], grid, THREADS, 0, (gradient, partial, *sizes)),
+        Launch(unit, finish, -(-channels // (THREADS // 32)), THREADS, 0, to),
     )
 
 

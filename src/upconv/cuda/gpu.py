@@ -86,7 +86,9 @@ CHIPS: dict[str, Chip] = {
 """GPUs by the words of their names."""
 
 SECTOR = 32  # bytes that memory brings, and is written, at a time
-MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+ROWS_M, ROW_BYTES = 64, 32  # of wgmma: rows of operand A, and bytes of K of a row
+FRAGMENT = ROWS_M * ROW_BYTES  # bytes of weights that a warpgroup takes at a step
+CLUSTERS = 2, 4, 8  # blocks of one; every GPU that has clusters has the largest
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step
 

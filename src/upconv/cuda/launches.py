@@ -148,6 +148,7 @@ def longs(values: Iterable[int]) -> tuple[Long, ...]:
     return tuple(map(Long, values))
 
 
+THREADS = 256  # of a block that copies, packs or adds up
 _ADDRESS = 1 << 44  # at which maps are encoded; who launches writes their tensor's there
 
 

@@ -8,10 +8,8 @@ from typing import Protocol
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.family import Defaults
-from upconv.cuda.launches import NULL, Given, Int, Launch, Map, Pointer, Scratch, Unit, renamed
+from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Map, Pointer, Scratch, Unit, renamed
 from upconv.problem import Problem
-
-PACK_THREADS = 256  # of a block that packs weights
 
 
 def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
@@ -52,9 +50,9 @@ class PacksWeights(Defaults, ABC):
         unit, words, blocks = self.packer
         arguments = Pointer("weight"), Pointer("packed"), Int(self.tap_step(given))
         if not given.single:
-            return Launch(unit, "pack", blocks, PACK_THREADS, 0, arguments)
+            return Launch(unit, "pack", blocks, THREADS, 0, arguments)
         bias = (Pointer("bias"), Pointer("packed", 4 * words)) if given.bias == "single" else (NULL, NULL)
-        return Launch(unit, "pack_float", blocks, PACK_THREADS, 0, (*arguments, *bias))
+        return Launch(unit, "pack_float", blocks, THREADS, 0, (*arguments, *bias))
 
     def tap_step(self, given: Given) -> int:
         """Elements between a weight's taps."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from upconv.problem import Problem
+from upconv.cuda.compile import jit
+from upconv.problem import Precision, Problem
 
-PRECISIONS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4}
+_EXACT: dict[torch.dtype, Precision] = {
+    torch.float32: "ieee",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+}
+PRECISIONS = {dtype: jit.PRECISIONS[precision] for dtype, precision in _EXACT.items()}
 """How a dtype's numbers are multiplied, as ``kernels/number.cuh`` numbers it."""
 
 

@@ -12,6 +12,8 @@ from upconv.cuda.gpu import MAX_BOX
 
 Five = tuple[int, int, int, int, int]
 
+MAX_CLASSES = 8  # of rows and channels: a box each, and a tensor map of 128 bytes among the kernel's arguments
+
 
 @dataclass(frozen=True)
 class Tensor5:

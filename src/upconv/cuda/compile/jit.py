@@ -16,10 +16,14 @@ from typing import Any
 from upconv import forks
 from upconv.cuda.compile import cache, driver, nvrtc
 from upconv.cuda.compile.driver import Kernel
+from upconv.problem import Precision
 
 CONFIG = "Config"
 """The struct of constants by which a source's templates are instantiated."""
-KERNELS = Path(__file__).parents[1] / "kernels"
+_PRECISIONS: tuple[Precision, ...] = "tf32", "ieee", "fp16", "bf16", "fp64"
+PRECISIONS = {kind: i for i, kind in enumerate(_PRECISIONS)}
+"""`Precision` of kernels/number.cuh."""
+KERNELS = Path(__file__).parent.parent / "kernels"
 
 _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header

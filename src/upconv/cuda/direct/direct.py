@@ -18,11 +18,9 @@ from upconv.cuda.direct import plain
 from upconv.cuda.direct.costs import cost, least_seconds
 from upconv.cuda.direct.tiles import Tile, fitting, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import NULL, Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
+from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
 from upconv.cuda.rearrange import batches
 from upconv.problem import Pass, Problem
-
-_REDUCE_THREADS = 256  # of a block that adds the ranges' sums
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Choice(family.Defaults):
         to = (sums, Pointer("result"), Int(self.ranges), *longs((strides[0], strides[1], strides[-1])))
         return (
             Launch(unit, "direct_weight", grid, t.threads, t.shared_bytes, arguments),
-            Launch(unit, "direct_reduce", -(-count // _REDUCE_THREADS), _REDUCE_THREADS, 0, to),
+            Launch(unit, "direct_reduce", -(-count // THREADS), THREADS, 0, to),
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu, fma_lanes
-from upconv.cuda.launches import NULL, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
+from upconv.cuda.launches import NULL, THREADS, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Pass, Problem
 
@@ -25,7 +25,6 @@ _KERNELS: dict[Pass, tuple[str, tuple[str, ...]]] = {
     "grad-weight": ("plain_grad_weight", ("input", "gradient", "result")),
 }
 """Entries and operands."""
-_THREADS = 256
 _MOST_BLOCKS = 2**20  # which take the results in turn
 _LAUNCH = 5e-6  # seconds
 _LANES = 32  # for which a multiprocessor issues a load in a clock
@@ -62,7 +61,7 @@ class Choice(family.Defaults):
 
     def sources(self) -> tuple[Unit, ...]:
         """What NVRTC must compile, the same for all layers of a dtype."""
-        constants = {"precision": PRECISIONS[self.problem.dtype], "threads": _THREADS}
+        constants = {"precision": PRECISIONS[self.problem.dtype], "threads": THREADS}
         entry, _ = _KERNELS[self.problem.pass_]
         source = jit.instance("plain.cu", constants, (f"{entry}<{jit.CONFIG}>",))
         return (Unit(f"{entry} of {self.problem.dtype}", source, (entry,)),)
@@ -71,7 +70,7 @@ class Choice(family.Defaults):
         p, (unit,) = self.problem, self.sources()
         entry, names = _KERNELS[p.pass_]
         operands = [NULL if name == "bias" and given.bias == "none" else Pointer(name) for name in names]
-        return (Launch(unit, entry, blocks(p), _THREADS, 0, (*operands, *_layer(p, given))),)
+        return (Launch(unit, entry, blocks(p), THREADS, 0, (*operands, *_layer(p, given))),)
 
 
 def _layer(p: Problem, given: Given) -> tuple[Long, ...]:
@@ -107,14 +106,14 @@ def _results(p: Problem) -> int:
 
 
 def blocks(p: Problem) -> int:
-    each = 1 if p.pass_ == "grad-weight" else _THREADS
+    each = 1 if p.pass_ == "grad-weight" else THREADS
     return min(-(-_results(p) // each), _MOST_BLOCKS)
 
 
 def _tests(p: Problem) -> float:
     """Of taps and elements, for a result."""
     if p.pass_ == "grad-weight":  # those of every pixel, and a block's threads add up
-        return p.batch * math.prod(p.size) + 2 * _THREADS
+        return p.batch * math.prod(p.size) + 2 * THREADS
     if p.pass_ == "grad-input":
         return p.taps
     of = phases(p)
@@ -126,7 +125,7 @@ def seconds(p: Problem, gpu: Gpu) -> float:
     product = _PRODUCT * (_APART if p.layout == "channels_last" else 1)
     loads = product * p.flops / 2 + _TEST * _results(p) * _tests(p)
     issued = loads / (min(_LANES, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
-    clocks = max(issued, _WAIT * loads / (blocks(p) * _THREADS))
+    clocks = max(issued, _WAIT * loads / (blocks(p) * THREADS))
     return _LAUNCH + p.bytes / gpu.bandwidth + clocks / gpu.clock
 
 

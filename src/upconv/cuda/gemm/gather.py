@@ -22,8 +22,8 @@ from upconv.cuda.gemm.gather_cost import alignment_of
 from upconv.cuda.gemm.gather_search import considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import NULL, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
-from upconv.cuda.packs import PACK_THREADS, layer_text, packing_entries, weight_map
+from upconv.cuda.launches import NULL, THREADS, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
+from upconv.cuda.packs import layer_text, packing_entries, weight_map
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.rearrange import batches
 from upconv.derived import derived
@@ -173,7 +173,7 @@ class Choice(TileChoice):
     @property
     def packer(self) -> tuple[Unit, int, int]:
         words = self.tiling.packed_words
-        return self.units[0], words, -(-words // (4 * PACK_THREADS))
+        return self.units[0], words, -(-words // (4 * THREADS))
 
     def multiply(self, given: Given) -> Launch:
         """Where the call may leave something behind, blocks claim tiles, by counters; else they have as many each, to

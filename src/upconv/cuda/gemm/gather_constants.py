@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.compile import jit
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 
 Constants = dict[str, int | tuple[int, ...]]
 """By names in lower case; booleans, integers, or arrays of some."""
 
-PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
-"""`Precision` of kernels/number.cuh."""
 BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
 """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
 STRAIGHT, ROLLED = range(2)
@@ -54,7 +53,7 @@ def pixel_constants(t: Tiling) -> Constants:
     """N: of a chunk's pixels in shared memory, and of who brings them."""
     rows = t.rows
     found = _named(t, "wgmma", "channels_last", "cin_g", "first_w", "columns", "plane", "strided_box", "plane_barriers")
-    found |= {"precision": PRECISIONS[t.problem.precision], "cin": source_shape(t.problem)[1], "ck": t.chunk}
+    found |= {"precision": jit.PRECISIONS[t.problem.precision], "cin": source_shape(t.problem)[1], "ck": t.chunk}
     found |= _of_axes("tile", "ndhw", t.tile) | _of_axes("in_step", "dhw", t.in_steps)
     found |= _of_axes("rows", "dh", map(len, rows)) | _of_axes("row_step", "dh", t.row_steps)
     return (

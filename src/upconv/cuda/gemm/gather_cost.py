@@ -10,8 +10,8 @@ import math
 
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost, Work, cost
-from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
-from upconv.cuda.gpu import RATES, SECTOR, Gpu
+from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gpu import FRAGMENT, RATES, SECTOR, Gpu
 from upconv.problem import Problem
 
 _START = 4400.0  # clocks of a launch until its first pixels are there

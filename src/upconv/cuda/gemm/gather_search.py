@@ -16,15 +16,14 @@ from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
 from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
-from upconv.cuda.gemm.tiling import FRAGMENT, Tiling
-from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
 from upconv.problem import Problem
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
-_CLUSTERS = 2, 4, 8  # blocks that may share a tile's chunks
 _PROMISING = 24  # tilings with clusters that are looked at
 _JOINING = 0.6e-6  # seconds that a cluster takes longer for each block, roughly
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -333,7 +332,7 @@ def considered(p: Problem, gpu: Gpu, general: bool = False, best: bool = False) 
 def _most_shares(t: Tiling, p: Problem, gpu: Gpu) -> int:
     """Blocks of the largest cluster that may share a tile's chunks, of whatever channels."""
     tiles, chunks = _tiles_of(t, p), -(-t.cin_g // chunk_sizes(t.problem)[0])
-    return max((c for c in _CLUSTERS if 2 * c <= chunks and tiles <= gpu.clusters(c)), default=1)
+    return max((c for c in CLUSTERS if 2 * c <= chunks and tiles <= gpu.clusters(c)), default=1)
 
 
 def _tiles_of(t: Tiling, p: Problem) -> int:
@@ -368,7 +367,7 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
         cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
         if t.split == 2 or cheap or not t.tensor_map or t.shuffle or t.drained:
             continue
-        for cluster in _CLUSTERS:
+        for cluster in CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
                 rough = (cost.seconds - cost.launch) / cluster + cluster * _JOINING
                 promising.append((rough, len(promising), cluster, t))

@@ -20,7 +20,7 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
-from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.gpu import FRAGMENT, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_COUNTED, moved, triple
@@ -30,9 +30,6 @@ from upconv.problem import Problem
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
 """Of a tile; several, since a slice's are divided among whole tiles."""
-_ROWS_M = 64  # channels of the result of a matrix instruction
-_ROW_BYTES = 32  # of a place in shared memory: a chunk of channels
-_TAP_BYTES = _ROWS_M * _ROW_BYTES  # of weights
 _MOST_TAPS = 64  # of a slice, all of which are straight code
 _MOST_TAPS_OF_STAGE = 6
 _MOST_WEIGHT_STAGES = 8
@@ -119,12 +116,12 @@ class Tile(Base):
         c.of_axes("padding", triple(ahead(p), 0))
         c.slots, c.weight_stages = self.slots, self.weight_stages
         c.warps_of_stage = 2 if self.slots < 4 else 1  # of two, that turn a stage together: of few slots both
-        c.chunk = _ROW_BYTES // self.element  # channels
-        c.chunks, c.blocks = -(-c.cin // c.chunk), -(-c.cout // _ROWS_M)  # tiles along the result's channels
+        c.chunk = ROW_BYTES // self.element  # channels
+        c.chunks, c.blocks = -(-c.cin // c.chunk), -(-c.cout // ROWS_M)  # tiles along the result's channels
         # Of a slice; of a stage as many as leave the fewest stages, evenly.
         c.taps = kernel[1] * kernel[2]
         c.taps_of_stage = -(-c.taps // -(-c.taps // _MOST_TAPS_OF_STAGE))
-        c.packed_words = c.blocks * c.chunks * kernel[0] * c.taps * _TAP_BYTES // 4
+        c.packed_words = c.blocks * c.chunks * kernel[0] * c.taps * FRAGMENT // 4
         # Of a stage the places of a tile with its halo; of a slot the rows of the source that it may touch.
         c.span = -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
         c.rows = max(map(self.rows_at, self.pitches))
@@ -133,8 +130,8 @@ class Tile(Base):
         unit = _SPAN if self.element == 2 else _WIDTHS * -(-columns // MAX_BOX)
         c.box_w = -(-columns // unit) * unit
         c.boxes = c.box_w // _SPAN if self.element == 2 else -(-c.box_w // MAX_BOX)  # side by side
-        c.stage_bytes, c.slot_bytes = c.span * _ROW_BYTES, c.rows * c.box_w * _ROW_BYTES
-        c.weight_bytes = c.taps_of_stage * _TAP_BYTES  # of a stage
+        c.stage_bytes, c.slot_bytes = c.span * ROW_BYTES, c.rows * c.box_w * ROW_BYTES
+        c.weight_bytes = c.taps_of_stage * FRAGMENT  # of a stage
         c.fixed_bytes = self.slots * (c.slot_bytes + 16) + self.weight_stages * (c.weight_bytes + 16)
         c.fixed_bytes += _BUFFERS[self.element] + 32
 
@@ -183,7 +180,7 @@ class Tile(Base):
         warps = 1 if c.line else c.warps_of_stage
         off_sectors = c.line and plane(p) * self.element % _SECTOR > 0
         # What instructions read, weights as they come, and pixels.
-        shared = c.taps * (self.places * _ROW_BYTES + 2 * _TAP_BYTES) + (arriving + turned) * _ROW_BYTES
+        shared = c.taps * (self.places * ROW_BYTES + 2 * FRAGMENT) + (arriving + turned) * ROW_BYTES
         return Work(
             stages * c.taps,
             stages * c.taps * self.places,
@@ -194,14 +191,14 @@ class Tile(Base):
             shared=stages * shared,
             chunks_turned=stages * warps,
             turned=stages * warps * span / _TURNED,
-            stored=_ROWS_M * self.places * self.element / 32 * _STORE,
+            stored=ROWS_M * self.places * self.element / 32 * _STORE,
             in_turn=True,
         )
 
     def summary(self, p: Problem, gpu: Gpu) -> str:
         c = self.c
         return (
-            f"rows joined to one: wgmma {p.precision}, tile of {self.places} places x {_ROWS_M} channels, "
+            f"rows joined to one: wgmma {p.precision}, tile of {self.places} places x {ROWS_M} channels, "
             f"{self.stages} stages of {c.span} places x {c.chunk} channels, {self.slots} of {c.rows} x "
             f"{c.box_w} pixels, {self.weight_stages} of {c.taps_of_stage} taps"
         )

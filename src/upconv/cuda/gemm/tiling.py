@@ -15,14 +15,13 @@ from itertools import chain
 from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, multiplied, positions, result_shape, source_shape
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
-from upconv.cuda.gpu import MAX_BOX, MAX_CLUSTER
+from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX
 from upconv.derived import derived, derived_from
 from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
-FRAGMENT = 2048  # bytes of weights that a warpgroup takes at a step: 64 rows x 32 bytes of K
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
 _STEPS_OF_ROUND = 5, 16  # at least, where straight code is not too long; at most
@@ -431,7 +430,7 @@ class Tiling(TiledPixels):
         tapped = not self.multiplied.bare and min(self.multiplied.counts) > 0
         plain = self.tensor_map and self.split != 2 and not self.resident and self.shuffle is None and not self.drained
         room = self._operand_bytes(self.stages_p, self.stages_s, self.stages_w)
-        return tapped and plain and self.chunks >= self.cluster <= MAX_CLUSTER and self.sums_bytes <= room
+        return tapped and plain and self.chunks >= self.cluster <= max(CLUSTERS) and self.sums_bytes <= room
 
     @property
     def _drainable(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from upconv.cuda.axes import Axis, Multiplied, gather_axes, multiplied, result_shape, source_shape
+from upconv.cuda.compile.boxes import MAX_CLASSES
 from upconv.cuda.gemm.shuffle import Shuffle, Triple
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.derived import derived, derived_from, derived_without
@@ -18,7 +19,6 @@ from upconv.problem import Problem
 MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
-_MAX_CLASSES = 8  # of rows and channels; each has a tensor map of 128 bytes among the kernel's arguments
 
 
 of_taps = derived_from("problem", "unroll", "subs", "w_subs")
@@ -421,7 +421,7 @@ class TiledPixels:
         if self.classes is None:
             return False
         rows, channels = self.classes
-        few = self.row_classes * self.channel_classes <= _MAX_CLASSES
+        few = self.row_classes * self.channel_classes <= MAX_CLASSES
         # Only the first tile of a row may read ahead of the image, where a lead is to be masked.
         once = not self.classed or self.tile[3] * self.in_steps[2] + self.first_w >= 0
         return few and once and self.chunk % channels == 0 and self.tile[2] * self.in_steps[1] % rows == 0

@@ -22,7 +22,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import channels_last, fullest
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
-from upconv.cuda.gpu import MAX_BOX_STEP, Gpu
+from upconv.cuda.gpu import CLUSTERS, MAX_BOX_STEP, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels.tile import (
@@ -41,7 +41,6 @@ from upconv.derived import derived, derived_without, varied
 from upconv.problem import Problem
 
 _MOST_TAPS = 512  # and phases
-_CLUSTERS = 2, 4, 8
 _FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
@@ -318,7 +317,7 @@ def alone(layer: Problem, gpu: Gpu) -> tuple[Implicit, ...]:
 def _clustered(t: Implicit, p: Problem, gpu: Gpu) -> Iterator[Implicit]:
     """With clusters that share its steps, where tiles leave multiprocessors idle and sums have room in the ring."""
     tiles, sums = t.tiles(p), CONSUMERS * 128 * t.sums * 4
-    for cluster in _CLUSTERS:
+    for cluster in CLUSTERS:
         fits = t.halves and sums <= t.stages * t.c.stage_bytes
         if fits and 2 * cluster <= t.steps[0] and tiles <= gpu.clusters(cluster):
             yield varied(t, cluster=cluster)

@@ -14,13 +14,10 @@ from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Argument, Given, Map, Pointer, ints
-from upconv.cuda.packs import PACK_THREADS
+from upconv.cuda.launches import THREADS, Argument, Given, Map, Pointer, ints
 from upconv.derived import derived_without, varied
 from upconv.problem import Problem
 
-PRECISIONS = {"tf32": 0, "fp16": 2, "bf16": 3}
-"""The precisions that these kernels have, as they number them."""
 CONSUMERS = 2
 MOST_COUNTED = 2**31
 """What a kernel counts in 32 bits."""
@@ -95,7 +92,7 @@ class Tile:
             return "the kernel multiplies by wgmma alone"
         if (p.pass_, p.layout) not in cls.serves:
             return f"{cls.mode} is for " + " and ".join(f"{pass_} in {layout}" for pass_, layout in cls.serves)
-        if p.precision not in PRECISIONS:
+        if p.precision not in ("tf32", "fp16", "bf16"):
             return f"precision {p.precision} is none of the kernel's"
         if p.groups > 1:
             return "the kernel knows no groups"
@@ -137,7 +134,7 @@ class Tile:
     def c(self) -> Any:
         """The kernel's constants, but for those that follow from these fields."""
         cin, cout = self.channels
-        found = Numbers(precision=PRECISIONS[self.problem.precision], cin=cin, cout=cout, fixed_bytes=0)
+        found = Numbers(precision=jit.PRECISIONS[self.problem.precision], cin=cin, cout=cout, fixed_bytes=0)
         found.producer_registers, found.consumer_registers = self.registers
         self.numbers(found)
         return found
@@ -183,7 +180,7 @@ class Tile:
     @property
     def pack_blocks(self) -> int:
         """Blocks that pack, a unit of 16 bytes a thread."""
-        return -(-self.packed_words // 4 // PACK_THREADS)
+        return -(-self.packed_words // 4 // THREADS)
 
     @property
     def entry(self) -> str:

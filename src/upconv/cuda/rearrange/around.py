@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from upconv.cuda.launches import Given, Launch, Operand, Scratch
 
-THREADS = 256  # of a block that copies
 COPY = 4e-6  # seconds of a copy's launch beside its bytes
 
 

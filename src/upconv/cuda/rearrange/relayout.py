@@ -17,8 +17,8 @@ import math
 
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Given, Launch, Operand, Pointer, Scratch, Unit, ints
-from upconv.cuda.rearrange.around import COPY, THREADS, Around
+from upconv.cuda.launches import THREADS, Given, Launch, Operand, Pointer, Scratch, Unit, ints
+from upconv.cuda.rearrange.around import COPY, Around
 from upconv.problem import Problem
 
 _TILE = {2: 16384, 4: 4096}

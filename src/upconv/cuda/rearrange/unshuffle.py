@@ -18,8 +18,8 @@ import math
 
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange.around import COPY, THREADS, Around
+from upconv.cuda.launches import THREADS, Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
+from upconv.cuda.rearrange.around import COPY, Around
 from upconv.problem import Problem
 
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain

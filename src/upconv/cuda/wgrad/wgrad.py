@@ -22,6 +22,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
 from upconv.cuda.launches import (
     NULL,
+    THREADS,
     Given,
     Int,
     Launch,
@@ -42,7 +43,6 @@ from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
-_ADDERS = 256  # threads of a block of the second step
 _LANES, _FEW = 8, 128  # that divide the records of a sum, where sums of so many shares are so few
 _ADDING = {
     "steps": "",
@@ -152,7 +152,7 @@ class Choice(family.Defaults):
         shares, shared = adders(t, slices)
         return (
             Launch(unit, unit.entries[0], self.grid, t.threads, t.shared_bytes, arguments),
-            Launch(unit, "reduce", t.tiles * shares, _ADDERS, shared, to),
+            Launch(unit, "reduce", t.tiles * shares, THREADS, shared, to),
         )
 
     @property
@@ -205,7 +205,7 @@ def adders(t: AnyTiling, slices: int) -> tuple[int, int]:
     of_row = t.block[1] // 4
     every = t.block[0] * of_row
     lanes = _LANES if t.set_taps * -(-every // slices) <= _FEW else 1
-    shares = -(-every // -(-_ADDERS // (t.set_taps * lanes)))
+    shares = -(-every // -(-THREADS // (t.set_taps * lanes)))
     most = -(-every // shares)
     return shares, t.set_taps * ((-(-most // of_row) + 1) * (t.block[1] + 4) + 8) * 4
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from upconv.cuda.axes import any_size
-from upconv.cuda.compile.boxes import alignment_classes, fullest, parts
+from upconv.cuda.compile.boxes import MAX_CLASSES, alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Model
 from upconv.cuda.wgrad.wgrad_tiling import WARPS, SyncTiling, Triple
-from upconv.cuda.wgrad.wgrad_warpgroups import MAX_CLASSES, WarpgroupTiling
+from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import settled, varied
 from upconv.problem import Problem
 

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from upconv.cuda.compile import jit
 from upconv.derived import derived, derived_from, derived_without
 from upconv.problem import Problem
 
@@ -20,7 +21,6 @@ Triple = tuple[int, int, int]
 of_chunk = derived_without("stages")
 
 WARPS = 8  # of the mma.sync kernel
-_PRECISIONS = {"tf32": 0, "ieee": 1, "fp16": 2, "bf16": 3}
 
 
 def triple(values: tuple[int, ...], fill: int) -> Triple:
@@ -210,7 +210,7 @@ class Tiling:
     def constants(self) -> dict[str, int]:
         """The kernel's."""
         found = {
-            "precision": _PRECISIONS[self.problem.precision],
+            "precision": jit.PRECISIONS[self.problem.precision],
             "channels_last": self.channels_last,
             "groups": self.problem.groups,
             "cin": self.channels[0],

@@ -14,7 +14,6 @@ from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.wgrad.wgrad_tiling import Rows, Tiling, of_chunk
 from upconv.derived import derived, derived_from
 
-MAX_CLASSES = 8  # of rows and channels: a box and a tensor map each
 _MAX_STACK = 5  # rows of x in one instruction's columns
 _UNROLLED = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 _UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
