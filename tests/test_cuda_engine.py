@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -194,42 +194,6 @@ def test_compiled_graphs_allocate_nothing_that_outlives_them(kernels: Kernels, m
     assert stood == [False, True]
 
 
-def _optimised(kind: Any, **arguments: Any) -> Callable[[Tensor], object]:
-    def change(w: Tensor) -> None:
-        w.grad = torch.randn_like(w)
-        kind([w], lr=0.5, **arguments).step()
-
-    return change
-
-
-def _loaded(w: Tensor) -> None:
-    layer = nn.Module()
-    layer.register_parameter("weight", w)  # type: ignore[arg-type]
-    layer.load_state_dict({"weight": torch.randn(w.shape)})
-
-
-def _random(w: Tensor) -> Tensor:
-    return torch.randn(w.shape)
-
-
-COUNTED: dict[str, Callable[[Any], object]] = {
-    "SGD": _optimised(torch.optim.SGD), "AdamW": _optimised(torch.optim.AdamW, foreach=True), "loaded": _loaded,
-    "in place": torch.no_grad()(lambda w: w.mul_(3)), "one element": lambda w: w.detach()[0, 0, 0, 0].fill_(5),
-    "data set": lambda w: setattr(w, "data", _random(w)), "set": torch.no_grad()(lambda w: w.set_(_random(w))),
-}  # fmt: skip
-"""Changes that PyTorch counts."""
-
-
-@pytest.mark.parametrize("change", COUNTED)
-def test_a_change_that_is_seen_ends_the_promise(change: str, frozen: Weights) -> None:
-    frozen.packs()
-    COUNTED[change](frozen.weight)
-    assert [frozen.packs(), frozen.packs()] == [1, 1]
-    assert not packed.is_frozen(frozen.weight)
-    gc.collect()
-    assert not packed.frozen
-
-
 @pytest.mark.parametrize("end", ("thawed", "dead"))
 def test_packed_weights_are_gone_at_once(end: str, frozen: Weights) -> None:
     """Not with the next collection, since they are memory of a GPU. They stay as long as the storage does."""
@@ -316,7 +280,9 @@ def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Wei
     machine.stream = 0
     assert frozen.packs() == 0
     assert machine.waits == [0]
-    COUNTED["in place"](frozen.weight)
+    with torch.no_grad():
+        frozen.weight.mul_(3)
+    assert not packed.is_frozen(frozen.weight)
     packed.freeze(frozen.weight)
     machine.stream = 7
     assert frozen.packs() == 1

@@ -6,17 +6,6 @@ import os
 import threading
 
 from upconv.cuda import engine
-from upconv.forks import Lock
-
-
-def test_a_lock_excludes_other_threads() -> None:
-    lock = Lock()
-    with lock.now:
-        other = threading.Thread(target=lambda: found.append(lock.now.acquire(blocking=False)))
-        found: list[bool] = []
-        other.start()
-        other.join()
-    assert found == [False] and lock.now.acquire(blocking=False)
 
 
 def test_a_child_forgets_what_its_parents_threads_collect() -> None:

@@ -188,12 +188,6 @@ def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: P
         jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
 
 
-@pytest.mark.parametrize("constants", [{"a b": 1}, {"": 1}, {"1a": 1}])
-def test_constants_must_have_names(constants: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="constants must have identifiers for names; got"):
-        jit.struct_of("Config", constants)
-
-
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,6 @@ from torch.testing._internal.common_methods_invocations import op_db
 from conftest import OURS, RANKS, Call, by_turns
 from upconv.problem import Problem
 
-FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
 
 @cache
 def _opinfo(rank: int) -> Any:
@@ -34,21 +32,6 @@ def samples(rank: int, device: str, dtype: torch.dtype) -> list[Call]:
         )
     assert len(found) >= 10
     return found
-
-
-# --- with each plan forced -------------------------------------------------------------------------------------------
-
-
-@RANKS
-@pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_samples_by_each_plan(
-    rank: int, dtype: torch.dtype, each_plan: list[Problem], request: pytest.FixtureRequest
-) -> None:
-    for call in by_turns(samples(rank, "cpu", dtype), 2, FLOATING.index(dtype)):
-        call.check()
-    # In two bytes the bias cannot be added after the rounding, so this one plan is refused.
-    refused = dtype.itemsize == 2 and request.node.callspec.params["each_plan"][0] == "unbiased"
-    assert bool(each_plan) != refused
 
 
 # --- derivatives against finite differences --------------------------------------------------------------------------

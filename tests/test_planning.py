@@ -14,11 +14,11 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.cuda.gemm import gather, gather_cost, gather_search, tiling
+from upconv.cuda.gemm import gather, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad import wgrad, wgrad_costs, wgrad_search
-from upconv.problem import LAYOUTS, Pass, Precision, Problem
+from upconv.problem import LAYOUTS, Pass, Problem
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import planning
@@ -130,18 +130,3 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
-
-
-@pytest.mark.parametrize(
-    ("precision", "pass_", "boxed"), [("tf32", "fwd", 0), ("tf32", "grad-input", 1), ("bf16", "fwd", 1)]
-)
-def test_weights_cost_boxes_only_where_boxes_bring_them(precision: Precision, pass_: Pass, boxed: int) -> None:
-    dtype = torch.float32 if precision == "tf32" else torch.bfloat16
-    p = Problem.make(8, 128, 128, (64, 64), 3, dtype=dtype, precision=precision, layout="channels_last", pass_=pass_)
-    looked = 0
-    for _, t in gather_search.considered(p, H200):
-        if t.boxable and not t.resident:
-            work = gather_cost.work(t, p, H200)
-            assert (work.boxes > work.steps * t.plane_count) == boxed
-            looked += 1
-    assert looked > 20
