@@ -159,16 +159,13 @@ FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
 OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
     "implicit: no wait for a stage": ("implicit", OF_RING, ""),
-    "implicit: a tap's shift": ("implicit", r"\+ constant_at<C::taps_w>\(tap\)", "+ constant_at<C::taps_w>(tap) + 1"),
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
     "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),
-    "joined: a tap's row": ("joined", r"tap / C::kernel_w \* shift_h", "(tap / C::kernel_w + 1) * shift_h"),
     "phases: no wait for a stage": ("phases", OF_RING, ""),
-    "phases: a shift's place": ("phases", r"= value_at<C::shifts_at>\(shift\)", "= value_at<C::shifts_at>(shift) + 1"),
     "wgrad: no wait for copies": ("wgrad by mma.sync", r"copy_wait<1>\(\);", ""),
     "wgrad: a tap's shift": ("wgrad by wgmma", r"taps\.at\[u\] = ([^;]*);", r"taps.at[u] = \1 + 1;"),
     "direct: a tap's row": ("direct", r"Base::row_of_tap\(kh\)", "kh"),
@@ -177,11 +174,8 @@ FAULTS = {
         r"store_weights\(weights, taps\);\s*__syncthreads\(\);",
         "store_weights(weights, taps);",
     ),
-    "direct: a channel of a chunk": ("direct", r"from \+ c \* pixels", "from"),
-    "direct: a run's place": ("direct", r"\(t\.w \+ own\.tx\) \* CELL_W", "t.w + own.tx"),
     "direct: the channels of lanes": ("direct depthwise", r"C::in_w \* LANES \+ mine", "C::in_w * LANES"),
     "plain: a remainder": ("plain", r"% a\.stride != 0\) \+\+k;", "% a.stride < 0) ++k;"),
-    "plain: a border": ("plain", r"return p >= 0 && p < a\.out;", "return p < a.out;"),
     "plain: no barrier between sums": ("plain", r"half /= 2\) \{\s*__syncthreads\(\);", "half /= 2) {"),
     "direct gradients: no barrier ahead of a tile": (
         "direct gradients",
@@ -189,7 +183,6 @@ FAULTS = {
         "",
     ),
     "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
-    "unshuffle: where gradients are folded": ("unshuffle", r"\+ h % C::stride_h\)", "+ w % C::stride_h)"),
     "relayout: no barrier": (
         "relayout",
         r"bring_rows\(tile, from, at, channels, pixels, lane, warp\);\s*\}\s*__syncthreads\(\);",

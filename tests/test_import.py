@@ -135,12 +135,3 @@ def test_imports_have_no_circle() -> None:
     while leaves := [name for name, others in left.items() if not others]:
         left = {name: others.difference(leaves) for name, others in left.items() if others}
     assert left == {}
-
-
-def test_public_names() -> None:
-    import upconv
-
-    assert upconv.__all__ == sorted(upconv.__all__)
-    assert all(hasattr(upconv, name) for name in upconv.__all__)
-    assert {"accelerate", "restore", "strict", "warmup"} < set(upconv.__all__)
-    assert upconv.__version__.count(".") == 2

@@ -568,65 +568,52 @@ def test_frozen_layers_are_replayed_each_with_its_copy(
         assert_equal(frozen_layers.replayed(model, autocast), frozen_layers.truth(model, autocast))
 
 
-def _trained_behind(model: Any, x: Tensor) -> None:
-    """By an optimiser whose steps nothing counts."""
-    model(x).sum().backward()
-    model[0].weight.data.mul_(0.5)
+Change = Callable[[Any, Tensor], object]
 
 
-def _moved(model: Any, x: Tensor) -> None:
-    model[0].weight.data = torch.randn_like(model[0].weight)
+def behind(ends: Change, then: Callable[[Any], object] = lambda model: None) -> Change:
+    """What ends the promise, and then a change of the weight that nothing counts."""
+
+    def change(model: Any, x: Tensor) -> None:
+        ends(model, x)
+        model[0].weight.data.mul_(0.5)
+        then(model)
+
+    return change
 
 
-def _restored(model: Any, x: Tensor) -> None:
-    upconv.restore(model)
-    model[0].weight.data.mul_(0.5)
-    upconv.accelerate(model)
-
-
-def _thawed(model: Any, x: Tensor) -> None:
-    upconv.thaw(model)
-    model[0].weight.data.mul_(0.5)
-
-
-def _trained_for_a_moment(model: Any, x: Tensor) -> None:
-    model.train()
-    model[0].weight.data.mul_(0.5)
-    model.eval()
-
-
-def _called_in_training_mode(model: Any, x: Tensor) -> None:
+def _in_training_mode(model: Any, x: Tensor) -> None:
     model[0].training = True
     infer(model, x)
-    model[0].weight.data.mul_(0.5)
     model[0].training = False
-
-
-def _seen_in_place(model: Any, x: Tensor) -> None:
-    with torch.no_grad():
-        model[0].weight.mul_(0.5)
 
 
 def _loaded(model: Any, x: Tensor, assign: bool = False) -> None:
     model.load_state_dict({name: t * 0.5 for name, t in model.state_dict().items()}, assign=assign)
 
 
+CHANGES: dict[str, Change] = {
+    "trained": behind(lambda model, x: model(x).sum().backward()),
+    "trained for a moment": behind(lambda model, x: model.train(), nn.Module.eval),
+    "called in training mode": behind(_in_training_mode),
+    "restored": behind(lambda model, x: upconv.restore(model), upconv.accelerate),
+    "thawed": behind(lambda model, x: upconv.thaw(model)),
+    "moved": lambda model, x: setattr(model[0].weight, "data", torch.randn_like(model[0].weight)),
+    "seen in place": torch.no_grad()(lambda model, x: model[0].weight.mul_(0.5)),
+    "loaded": _loaded,
+    "assigned": partial(_loaded, assign=True),
+}
+
+
 @needs_gxx
 @pytest.mark.parametrize("again", (False, True), ids=("thawed", "frozen anew"))
-@pytest.mark.parametrize(
-    "change",
-    (
-        _trained_behind, _moved, _restored, _thawed, _trained_for_a_moment, _called_in_training_mode, _seen_in_place,
-        _loaded, partial(_loaded, assign=True),
-    ),
-    ids=lambda change: getattr(change, "__name__", "_assigned"),
-)  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_replays_a_frozen_layer_ends_with_its_promise(
-    change: Callable[[Any, Tensor], None], again: bool, frozen_layers: FrozenLayers
+    change: str, again: bool, frozen_layers: FrozenLayers
 ) -> None:
     model, other = frozen_layers.models
     before, copies = frozen_layers.replayed(model), frozen_layers.copies(model)
-    change(model, frozen_layers.x)
+    CHANGES[change](model, frozen_layers.x)
     if again:
         upconv.freeze(model)
     for _ in range(3):

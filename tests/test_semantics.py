@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, assert_equal, forced_plans, make_call
+from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, forced_plans, make_call
 from situations import differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
@@ -139,16 +139,6 @@ def test_it_is_as_pytorchs(name: str, rank: int, engine: str) -> None:
     call = a_call(rank, engine)
     lines = differences(function(OURS, call), function(THEIRS, call), tolerance)
     assert not lines, "\n".join(lines)
-
-
-@RANKS
-@pytest.mark.parametrize("bias", (True, False))
-def test_zero_batch(rank: int, bias: bool, device: str) -> None:
-    call = make_call((0, 4, *(5,) * rank), (4, 3, *(3,) * rank), bias, stride=2, padding=1, device=device)
-    found, wanted = (call.gradients(functions, call.run(THEIRS)) for functions in (OURS, THEIRS))
-    assert not differences(found, wanted, 0)
-    empty = make_call((0, 4, 0, *(5,) * (rank - 1)), (4, 3, *(3,) * rank), bias, stride=2, device=device)
-    assert_equal(empty.run(OURS), empty.run(THEIRS))
 
 
 # --- memory formats and memory ---------------------------------------------------------------------------------------
