@@ -372,13 +372,13 @@ def test_gpu_a_frozen_model_gives_the_same_results(dtype: torch.dtype, autocast:
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         fresh = evaluated(model, x)
         with upconv.frozen(model):
-            outs = [evaluated(model, x) for _ in range(3)]
+            outs = [evaluated(model, x) for _ in range(6)]  # the last are replayed, where there is a C++ compiler
             assert all(frozen_layers(model))
             held = [entry.packed for entry in weights.frozen.values()]
         again = evaluated(model, x)
     assert any(held)
-    assert apart([out.float() for out in outs], [fresh.float()] * 3) < 2e-3
-    assert torch.equal(outs[1], outs[2]) and torch.equal(fresh, again)
+    assert apart([out.float() for out in outs], [fresh.float()] * 6) < 2e-3
+    assert all(torch.equal(outs[1], out) for out in outs[2:]) and torch.equal(fresh, again)
 
 
 @CUDA
@@ -389,7 +389,7 @@ def test_gpu_a_frozen_model_is_right_behind_a_change(change: Callable[[Model], o
     x = torch.randn(4, 8, 12, 12, device="cuda")
     model, theirs = upconv.accelerate(net("cuda").eval()), net("cuda").eval()
     upconv.freeze(model)
-    assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
+    assert apart([evaluated(model, x) for _ in range(6)], [evaluated(theirs, x)] * 6) < 1e-4
     for each in (model, theirs):
         torch.manual_seed(1)
         change(each)
