@@ -24,6 +24,7 @@ from upconv import reference
 from upconv.bench import run, timing
 from upconv.bench.suites import SUITES, choose
 from upconv.bench.timing import Repeats
+from upconv.cuda import warming
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import Gpu, gpu
@@ -120,7 +121,7 @@ def main() -> int:
         if gather_search.refusal(p, on):
             continue
         tilings = fastest(p, on, options.most, options.within)
-        run.compile_all((unit for _, t in tilings for unit in gather.Choice(t, p, on).sources()[:1]), on.arch)
+        warming.compile_all((gather.Choice(t, p, on).sources()[0], on.arch) for _, t in tilings)
         found = measure(p, tilings, on, take, device)
         right &= all(one.error <= TOLERANCE[p.precision] for one in found)
         console.print(shown(job.case, p, found, on))

@@ -253,7 +253,7 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
     replayed = training and bool(wanted) and replays.hoped
     if replayed:
         native.module()  # in the background, while the kernels are compiled
-    lines = warming.compile_all(wanted, progress)
+    lines = warming.load(wanted, progress)
     if replayed:
         native.wait()
     return lines

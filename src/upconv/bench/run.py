@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -17,6 +16,7 @@ from upconv.bench.report import Report, Row, finite
 from upconv.bench.roofline import Ceilings
 from upconv.bench.suites import Case, quick
 from upconv.bench.timing import Repeats, Side
+from upconv.cuda import warming
 from upconv.planner import Plan
 from upconv.problem import LAYOUTS, PASSES, PRECISIONS, Layout, Pass, Precision, Problem, dtype_name
 
@@ -217,28 +217,13 @@ def _compile_ahead(todo: Sequence[Job], device: torch.device, tell: Tell) -> Non
     What no family can plan is left to the row that needs it. Of a gradient also the forward ahead of it is compiled.
     """
     where = planner.device_of(device)
-    found: list[Unit] = []
-    if where.gpu is None:
+    found: list[tuple[Unit, str]] = []
+    if where.gpu is None or where.unavailable is not None:
         return
     for job in todo:
         tell(f"planning {job}")
         with suppress(Exception):
             plan = planner.plan(job.problem, where)
             for choice in {**plan.choices("fwd"), **plan.choices(job.problem.pass_)}.values():
-                found += choice.sources()
-    compile_all(found, where.gpu.arch)
-
-
-def compile_all(units: Iterable[Unit], arch: str) -> None:
-    """Brings kernels into the cache, many at once; what NVRTC cannot compile fails where it is needed."""
-    from upconv.cuda.compile import jit, nvrtc
-
-    if nvrtc.unavailable() is not None:
-        return
-    with ThreadPoolExecutor(16) as pool:
-        jobs = [pool.submit(jit.cubin, unit.source, arch, unit.label) for unit in dict.fromkeys(units)]
-        try:
-            wait(jobs)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # else it compiles the rest first
-            raise
+                found += [(unit, where.gpu.arch) for unit in choice.sources()]
+    warming.compile_all(found)

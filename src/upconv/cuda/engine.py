@@ -23,7 +23,7 @@ from upconv.cuda.gpu import current_device as _current_device
 from upconv.problem import PASSES, Pass, is_channels_last
 
 if TYPE_CHECKING:
-    from upconv.cuda.bias import BiasRunner
+    from upconv.cuda.prepared import PreparedBias
     from upconv.planner import Plan
 
 Convolved = Any
@@ -120,11 +120,12 @@ def gradients(
         grad_input = found[0] if rest[0] else grad_input
         grad_weight = found[1].to(weight.dtype) if rest[1] and found[1] is not None else grad_weight
     if mask[2]:
-        by_bias: BiasRunner | None = runners["bias"]
+        by_bias: PreparedBias | None = runners["bias"]
         if by_bias is None:
             grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
         else:
-            grad_bias = by_bias(_dense(grad, runners.format), weight.dtype, lasting and not _capturing())
+            grad_bias = grad.new_empty_strided((grad.shape[1],), (1,), dtype=weight.dtype)
+            by_bias.run(_dense(grad, runners.format), grad_bias, lasting and not _capturing())
     return grad_input, grad_weight, grad_bias
 
 
@@ -247,7 +248,7 @@ def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") ->
 
 
 class Loaded(dict[str, Any]):
-    """A plan's kernels on one device: of a pass its `Runner` or `WeightRunner`, of ``bias`` its `BiasRunner`.
+    """A plan's kernels on one device: of a pass its `Runner` or `WeightRunner`, of ``bias`` a `PreparedBias`.
 
     Each is loaded when it is first asked for. None is PyTorch's operator, which small sums are left to.
     """
@@ -265,10 +266,10 @@ class Loaded(dict[str, Any]):
 
     def _found(self, name: Any) -> Any:
         if name == "bias":
-            from upconv.cuda import bias
+            from upconv.cuda import bias, prepared
 
-            with torch.cuda.device(self.index):
-                return bias.BiasRunner(self.plan.problem, self.index) if bias.serves(self.plan.problem) else None
+            p, gpu = self.plan.problem, self.plan.device.gpu
+            return prepared.PreparedBias(bias.Choice(p, gpu), self.index) if gpu and bias.serves(p) else None
         if self.plan.selection(name).choice is None:
             return None
         kind = WeightRunner if name == "grad-weight" else Runner

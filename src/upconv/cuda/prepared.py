@@ -313,6 +313,19 @@ def _is_channels_last(weight: Tensor) -> bool:
     return order is not None and weight.is_contiguous(memory_format=order)
 
 
+class PreparedBias(_Prepared):
+    """A `upconv.cuda.bias.Choice` on a device."""
+
+    def _operands(self, given: Given) -> tuple[str, ...]:
+        return "gradient", "result"
+
+    def run(self, grad: Tensor, out: Tensor, lasting: bool = False) -> None:
+        """Sums the output's gradient, dense in the problem's layout, into ``out``; the rest as `PreparedWeight.run`."""
+        single = self.casts and out.dtype is torch.float32
+        program, values = self._program(Given("contiguous", single, lasting=lasting)), [grad.data_ptr(), out.data_ptr()]
+        (program.anywhere if values[0] & 15 else program)((grad, out), values, False)
+
+
 class PreparedWeight(_Prepared):
     """A choice for ``grad-weight`` on a device."""
 

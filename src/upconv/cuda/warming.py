@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import torch
 
 from upconv.cuda import engine
+from upconv.cuda.launches import Unit
 from upconv.planner import Plan
 from upconv.problem import Pass
 
 
-def compile_all(
+def load(
     wanted: Sequence[engine.Wanted],
     progress: Callable[[str, int, int], object] | None = None,
 ) -> list[str]:
@@ -21,11 +22,9 @@ def compile_all(
     ``progress(label, done, total)`` is called behind each source. Returns a line for each source, compiled or found in
     the cache. Errors: RuntimeError naming problem and plan.
     """
-    if not wanted:
+    if not wanted:  # a CPU's calls do without what compiles
         return []
-    from upconv.cuda.compile import jit  # which a CPU's calls do without
-
-    units: dict[tuple[str, str], tuple[str, Plan, int, Pass]] = {}
+    sources: dict[tuple[Unit, str], tuple[Plan, int, Pass]] = {}
     asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes)
     for plan, index, pass_ in dict.fromkeys(asked):
         choice = plan.selection(pass_).choice
@@ -33,26 +32,47 @@ def compile_all(
             continue
         assert plan.device.gpu is not None
         for unit in choice.sources():
-            units.setdefault((unit.source, plan.device.gpu.arch), (unit.label, plan, index, pass_))
-    lines = []
-    with ThreadPoolExecutor() as pool:
-        jobs = {pool.submit(jit.cubin, *key, label): key for key, (label, *_) in units.items()}
-        for done, job in enumerate(as_completed(jobs), 1):
-            label, plan, index, pass_ = units[jobs[job]]
-            try:
-                job.result()
-            except RuntimeError as error:
-                pool.shutdown(cancel_futures=True)
-                raise engine.failure(plan, index, error, pass_) from error
-            lines.append(f"{label} for sm_{jobs[job][1]}")
-            if progress is not None:
-                progress(label, done, len(jobs))
+            sources.setdefault((unit, plan.device.gpu.arch), (plan, index, pass_))
+    lines: list[str] = []
+
+    def done(unit: Unit, arch: str, job: Future[bytes]) -> None:
+        try:
+            job.result()
+        except RuntimeError as error:
+            plan, index, pass_ = sources[unit, arch]
+            raise engine.failure(plan, index, error, pass_) from error
+        lines.append(f"{unit.label} for sm_{arch}")
+        if progress is not None:
+            progress(unit.label, len(lines), len(sources))
+
+    compile_all(sources, done)
     for each in wanted:
-        of = engine.loaded(each.plan, each.device)
-        for runner in map(of.__getitem__, each.passes):
-            if runner is not None:
-                with torch.cuda.device(each.device):
-                    runner.prepared.load()  # what it leaves to its first use
+        runners = map(engine.loaded(each.plan, each.device).__getitem__, each.passes)
+        prepared = [runner.prepared for runner in runners if runner is not None]
         if each.sums is not None:
-            _ = engine.loaded(each.sums, each.device)["bias"]
+            prepared.append(engine.loaded(each.sums, each.device)["bias"])
+        with torch.cuda.device(each.device):
+            for one in filter(None, prepared):
+                one.load()  # what it leaves to its first use
     return sorted(lines)
+
+
+def compile_all(
+    sources: Iterable[tuple[Unit, str]], done: Callable[[Unit, str, Future[bytes]], object] = lambda *each: None
+) -> None:
+    """Brings kernels into the cache, many at once: each source for its architecture.
+
+    ``done`` is called behind each; what it raises ends the rest. What cannot be compiled fails where it is needed.
+    """
+    from upconv.cuda.compile import jit
+
+    with ThreadPoolExecutor(16) as pool:
+        jobs = {
+            pool.submit(jit.cubin, one.source, arch, one.label): (one, arch) for one, arch in dict.fromkeys(sources)
+        }
+        try:
+            for job in as_completed(jobs):
+                done(*jobs[job], job)
+        except BaseException:  # KeyboardInterrupt too: else it compiles the rest first
+            pool.shutdown(cancel_futures=True)
+            raise

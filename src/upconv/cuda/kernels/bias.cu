@@ -127,10 +127,9 @@ static __device__ __forceinline__ void sum(const T* __restrict__ g, Acc* __restr
 }
 
 // As a result, whose type is the tensor's or, of 16 bits, float32.
-template <class Out>
-static __device__ __forceinline__ void put(Out* to, Acc v) {
-  if constexpr (sizeof(Out) == sizeof(Acc)) *to = v;
-  else *to = Scalar::stored(v);
+static __device__ __forceinline__ void put(void* out, int wide, int channel, Acc v) {
+  if (wide) ((Acc*)out)[channel] = v;
+  else ((T*)out)[channel] = Scalar::stored(v);
 }
 
 // A channel's ranges by a warp; from L2, where blocks of the same launch have left them.
@@ -143,11 +142,10 @@ static __device__ __forceinline__ Acc add_ranges(const Acc* partial, int channel
   return v;
 }
 
-template <class Out>
-static __device__ __forceinline__ void finish(const Acc* __restrict__ partial, Out* __restrict__ out, int channels, int ranges) {
+static __device__ __forceinline__ void finish(const Acc* __restrict__ partial, void* __restrict__ out, int wide, int channels, int ranges) {
   int channel = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
   Acc v = add_ranges(partial, channels, channel, ranges);
-  if (threadIdx.x % 32 == 0 && channel < channels) put(out + channel, v);
+  if (threadIdx.x % 32 == 0 && channel < channels) put(out, wide, channel, v);
 }
 
 // NCHW. wide: into float32. counters: a zero for each channel, as they are left.
@@ -165,9 +163,7 @@ static __device__ __forceinline__ void sum_at_once(const T* __restrict__ g, Acc*
   __syncthreads();
   if (!last) return;
   acc = add_ranges(partial, channels, channel, ranges);
-  if (threadIdx.x) return;
-  if (wide) put((Acc*)out + channel, acc);
-  else put((T*)out + channel, acc);
+  if (threadIdx.x == 0) put(out, wide, channel, acc);
 }
 };
 
@@ -186,14 +182,8 @@ sum(const typename Bias<C>::T* __restrict__ g, typename Bias<C>::Acc* __restrict
 
 template <class C>
 __global__ void __launch_bounds__(Bias<C>::THREADS, 4)
-finish(const typename Bias<C>::Acc* __restrict__ partial, typename Bias<C>::T* __restrict__ out, int channels, int ranges) {
-  Bias<C>::finish(partial, out, channels, ranges);
-}
-
-template <class C>
-__global__ void __launch_bounds__(Bias<C>::THREADS, 4)
-finish_float(const typename Bias<C>::Acc* __restrict__ partial, float* __restrict__ out, int channels, int ranges) {
-  Bias<C>::finish(partial, out, channels, ranges);
+finish(const typename Bias<C>::Acc* __restrict__ partial, void* __restrict__ out, int wide, int channels, int ranges) {
+  Bias<C>::finish(partial, out, wide, channels, ranges);
 }
 
 template <class C>
