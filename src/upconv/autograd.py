@@ -14,7 +14,7 @@ is I of the transposed one that has its weight.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, wraps
@@ -26,7 +26,7 @@ from torch import Tensor
 from upconv import cpu, dispatch, planner, refusals
 from upconv.cuda import engine, weights
 from upconv.planner import Plan
-from upconv.replay.calls import Gradients, Operation
+from upconv.replay.calls import Gradients
 
 
 def uncast(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -86,8 +86,32 @@ def _observed_backward(*tensors: Tensor) -> bool:
 # --- operations ------------------------------------------------------------------------------------------------------
 
 
-class Bilinear(Operation):
-    """An operation whose derivatives of every order are transposed convolutions and their gradients."""
+class Operation(ABC):
+    """What computes a call: a transposed convolution by a plan, or a plain one. Hashable.
+
+    Its derivatives of every order are transposed convolutions and their gradients.
+    """
+
+    plan: Plan
+    """A plain convolution's is that of the transposed one whose gradient for the input it is."""
+    plain: bool
+
+    @property
+    @abstractmethod
+    def inference(self) -> Operation:
+        """What computes the same call where no gradient is recorded."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """By our kernels, keeping nothing: on the current stream, without autograd."""
+
+    @abstractmethod
+    def runner(self, index: int) -> Any:
+        """What runs the forward on a device (`engine.Runner`); None where PyTorch's operator does."""
+
+    @abstractmethod
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
+        """As `forward`, those for input, weight and bias that ``mask`` asks for."""
 
     @abstractmethod
     def theirs(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
@@ -111,14 +135,14 @@ class Bilinear(Operation):
             of, rounded = transposed(self.plan), weight.to(x.dtype)
             for_input = for_weight = None
             if mask[0]:
-                for_input = _unbiased(of, grad, rounded) if self.plain else _for_input(of, grad, rounded, x)
+                for_input = _unbiased(of, grad, rounded) if self.plain else _gradient(grad, rounded, x, of, False)
             if mask[1]:
-                for_weight = _for_weight(of, grad, x, rounded) if self.plain else _for_weight(of, x, grad, rounded)
+                for_weight = _gradient(*((grad, x) if self.plain else (x, grad)), rounded, of, for_weight=True)
             for_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype) if mask[2] else None
             return for_input, None if for_weight is None else for_weight.to(weight.dtype), for_bias
 
 
-class Transposed(Bilinear):
+class Transposed(Operation):
     """A transposed convolution by a plan."""
 
     plain = False
@@ -181,50 +205,41 @@ class _Convolution(torch.autograd.Function):
 apply = super(torch.autograd.Function, _Convolution).apply
 
 
-class _GradInput(torch.autograd.Function):
-    """I(g, w). PyTorch's operator asks for an ``input`` besides, whose values are not read."""
+class _Gradient(torch.autograd.Function):
+    """I(a, b), or W(a, b) for the weight. PyTorch's operator asks for a third tensor, whose values are not read."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, weight: Tensor, input: Tensor, of: Transposed) -> Tensor | None:
-        ctx.save_for_backward(grad, weight)
-        ctx.of = of
+    def forward(ctx: Any, a: Tensor, b: Tensor, like: Tensor, of: Transposed, for_weight: bool) -> Tensor | None:
+        ctx.save_for_backward(a, b)
+        ctx.of, ctx.for_weight = of, for_weight
         ctx.set_materialize_grads(False)
-        return of.taken(grad, input, weight, (True, False, False))[0]
+        return _taken(a, b, like, of, for_weight)
 
     @staticmethod
     @uncast
-    def backward(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
-        grad, weight = ctx.saved_tensors
-        mask = asked(ctx)
-        return (
-            _unbiased(ctx.of, y, weight) if mask[0] else None,
-            _for_weight(ctx.of, y, grad, weight) if mask[1] else None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        of, mask = ctx.of, asked(ctx)
+        if ctx.for_weight:
+            for_a = _gradient(b, e, a, of, for_weight=False) if mask[0] else None
+            for_b = _unbiased(of, a, e) if mask[1] else None
+        else:
+            for_a = _unbiased(of, e, b) if mask[0] else None
+            for_b = _gradient(e, a, b, of, for_weight=True) if mask[1] else None
+        return for_a, for_b, None, None, None
 
 
-class _GradWeight(torch.autograd.Function):
-    """W(x, g). PyTorch's operator asks for a ``weight`` besides, whose values are not read."""
+def _gradient(a: Tensor, b: Tensor, like: Tensor, of: Transposed, for_weight: bool) -> Tensor | None:
+    """As `_Gradient`, differentiable where gradients are recorded."""
+    if torch.is_grad_enabled() and not _observed_backward(a, b):
+        return _Gradient.apply(a, b, like, of, for_weight)
+    return _taken(a, b, like, of, for_weight)
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, grad: Tensor, weight: Tensor, of: Transposed) -> Tensor | None:
-        ctx.save_for_backward(input, grad)
-        ctx.of = of
-        ctx.set_materialize_grads(False)
-        return of.taken(grad, input, weight, (False, True, False))[1]
 
-    @staticmethod
-    @uncast
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-        input, grad = ctx.saved_tensors
-        mask = asked(ctx)
-        return (
-            _for_input(ctx.of, grad, v, input) if mask[0] else None,
-            _unbiased(ctx.of, input, v) if mask[1] else None,
-            None,
-            None,
-        )
+def _taken(a: Tensor, b: Tensor, like: Tensor, of: Transposed, for_weight: bool) -> Tensor | None:
+    if for_weight:
+        return of.taken(b, a, like, (False, True, False))[1]
+    return of.taken(a, like, b, (True, False, False))[0]
 
 
 def _unbiased(of: Transposed, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -234,17 +249,3 @@ def _unbiased(of: Transposed, x: Tensor, weight: Tensor) -> Tensor | None:
         return cpu.forward(p, "native", x, weight, None)
     bare = transposed(planner.plan(p.with_(bias=False), of.plan.device)) if p.bias else of
     return _Convolution.apply(x, weight, None, bare) if torch.is_grad_enabled() else bare.forward(x, weight, None)
-
-
-def _for_input(of: Transposed, grad: Tensor, weight: Tensor, input: Tensor) -> Tensor | None:
-    """I(g, w), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not _observed_backward(grad, weight):
-        return _GradInput.apply(grad, weight, input, of)
-    return of.taken(grad, input, weight, (True, False, False))[0]
-
-
-def _for_weight(of: Transposed, input: Tensor, grad: Tensor, weight: Tensor) -> Tensor | None:
-    """W(x, g), differentiable where gradients are recorded."""
-    if torch.is_grad_enabled() and not _observed_backward(input, grad):
-        return _GradWeight.apply(input, grad, weight, of)
-    return of.taken(grad, input, weight, (False, True, False))[1]

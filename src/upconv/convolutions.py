@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from upconv import cpu, dispatch, ops, planner
-from upconv.autograd import Bilinear
+from upconv.autograd import Operation
 from upconv.cuda import engine
 from upconv.cuda.family import weighed
 from upconv.cuda.gpu import Gpu
@@ -292,7 +292,7 @@ def expected(p: Problem, pass_: Pass, gpu: Gpu) -> float:
 
 
 @dataclass(frozen=True)
-class Convolution(Bilinear):
+class Convolution(Operation):
     """A convolution by the plan of the transposed one, of whose passes some may be PyTorch's operator."""
 
     plan: Plan

@@ -126,7 +126,7 @@ def repeated(
 
 
 def computed(
-    by: calls.Operation,
+    by: autograd.Operation,
     given: calls.Operands,
     cast: calls.Operands,
     arguments: calls.Arguments | None,

@@ -9,8 +9,7 @@ tracing, and negated, sparse or wrapped tensors are a difference too. What keys 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from torch.utils._device import DeviceContext
 from upconv.problem import Precision
 
 if TYPE_CHECKING:
-    from upconv.planner import Plan
+    from upconv.autograd import Operation
 
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
 """Input, weight and bias."""
@@ -31,35 +30,6 @@ Arguments = tuple[int, Any, Any, Any, Any, Any]
 """The rank, and a call's stride, padding, output_padding, groups and dilation as the caller gave them."""
 Gradients = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 """For input, weight and bias."""
-
-
-class Operation(ABC):
-    """What computes a call: a transposed convolution by a plan, or a plain one. Hashable."""
-
-    plan: Plan
-    """A plain convolution's is that of the transposed one whose gradient for the input it is."""
-    plain: bool
-
-    @property
-    @abstractmethod
-    def inference(self) -> Operation:
-        """What computes the same call where no gradient is recorded."""
-
-    @abstractmethod
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """By our kernels, keeping nothing: on the current stream, without autograd."""
-
-    @abstractmethod
-    def runner(self, index: int) -> Any:
-        """What runs the forward on a device (`upconv.cuda.engine.Runner`); None where PyTorch's operator does."""
-
-    @abstractmethod
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """As `forward`, those for input, weight and bias that ``mask`` asks for."""
-
-    @abstractmethod
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Gradients:
-        """The same in every state of autograd, autocast and functorch that a backward may run in."""
 
 
 MOST = 4096

@@ -12,7 +12,7 @@ kernel by kernel, so that results are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
 from upconv.replay import native
-from upconv.replay.calls import Call, Operands, Operation
+from upconv.replay.calls import Call, Operands
+
+if TYPE_CHECKING:
+    from upconv.autograd import Operation
 
 Results = Sequence["Tensor | None"]
 
@@ -67,7 +70,7 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
     def compute() -> Results:
         return (operation.forward(x, weight, bias),)
 
-    what, gradients = f"the forward of {operation.plan.problem}", _Gradients(operation)
+    what, gradients = f"the forward of {operation.plan.problem}", _gradients_of(operation)
     found, known.layers[slot] = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
     return None if training else found[0]
 
@@ -136,33 +139,27 @@ def recording_of(
         return results, None
 
 
-class _Gradients:
+def _gradients_of(operation: Operation) -> Callable[..., tuple[Any, ...]]:
     """What the module calls for gradients that no recording is for, or that do not fit it; with what records them."""
 
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-
-    def __call__(self, grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
+    def gradients(grad: Tensor, input: Tensor, weight: Tensor, mask: int, wanted: bool) -> tuple[Any, ...]:
         """The gradients that the bits of ``mask`` ask for, of input, weight and bias; if ``wanted`` their recording.
 
         In its place None where nothing is recorded now, and False where they cannot be repeated.
         """
         asked = [bool(mask >> i & 1) for i in range(3)]
-        p = self._operation.plan.problem
+        p = operation.plan.problem
         if wanted:
             grad = grad.contiguous(memory_format=cpu.memory_format(p.layout, p.rank))  # as the module makes others
         if not wanted or recorder((grad, input, weight)) is None:
-            return (*self._operation.backward(grad, input, weight, asked), None)
-        what = f"the gradients {_named(asked)} of {p}"
+            return (*operation.backward(grad, input, weight, asked), None)
+        named = " and ".join(name for name, one in zip(("input", "weight", "bias"), asked) if one)
 
         def compute() -> Results:
-            return self._operation.gradients(grad, input, weight, asked)
+            return operation.gradients(grad, input, weight, asked)
 
         with torch.autocast("cuda" if grad.is_cuda else "cpu", enabled=False):
-            found, recording = recording_of(what, (grad, input, weight), compute)
+            found, recording = recording_of(f"the gradients for {named} of {p}", (grad, input, weight), compute)
         return (*found, recording or False)
 
-
-def _named(asked: Sequence[bool]) -> str:
-    names = zip(("input", "weight", "bias"), asked)
-    return "for " + " and ".join(name for name, wanted in names if wanted)
+    return gradients
