@@ -195,7 +195,7 @@ def rearranged_choice(mode: str) -> Callable[[random.Random, Problem, Gpu], Any]
         if rearranged.refusal(mode, p, gpu) is not None:
             return None
         inner = rearranged.choose(rearranged.MODES[mode].rearranged(p), gpu)
-        return None if isinstance(inner, str) else rearranged.Choice(mode, inner, p, 1e-5)
+        return None if isinstance(inner, str) else rearranged.Choice(mode, inner, p, Cost(1e-5))
 
     return draw
 

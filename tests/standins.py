@@ -18,7 +18,7 @@ from conftest import _forget_plans
 from upconv import convolutions, cpu, modules, planner, reference
 from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
-from upconv.cuda.launches import Unit
+from upconv.cuda.launches import Given, Launch, Unit
 from upconv.planner import Device
 from upconv.problem import Problem
 
@@ -28,7 +28,7 @@ Log = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class StandIn(family.Defaults):
+class StandIn(family.Choice):
     """A choice that computes its pass by the reference; the log holds ``(what, pass)``."""
 
     problem: Problem
@@ -48,6 +48,9 @@ class StandIn(family.Defaults):
 
     def sources(self) -> tuple[Unit, ...]:
         return (Unit(f"{self.problem.pass_} {self.problem.kernel}", f"// {self.problem}", ()),)
+
+    def launches(self, given: Given) -> tuple[Launch, ...]:
+        return ()
 
     def prepare(self, device: int) -> Any:
         self.log.append(("prepare", self.problem.pass_))

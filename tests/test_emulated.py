@@ -72,7 +72,7 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     )
     inner = rearranged.choose(relayout.rearranged(p), H200)
     assert not isinstance(inner, str)
-    assert_computes(rearranged.Choice("relayout", inner, p, 0.0), emulator, 0, calls=2)
+    assert_computes(rearranged.Choice("relayout", inner, p, Cost()), emulator, 0, calls=2)
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from upconv.cuda import bias
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import plain
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
-from upconv.cuda.launches import Given
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
 
@@ -263,6 +262,5 @@ def test_every_file_is_looked_at() -> None:
 def test_sums_for_the_bias_compile_without_spills(gpu: Gpu) -> None:
     for precision, layout in product(("ieee", "bf16", "fp16", "fp64"), LAYOUTS):
         p = Problem.make(1, 1, 8, (8, 8), 1, dtype=DTYPES[precision], precision=precision, layout=layout)
-        unit = bias.Choice(p, gpu).launches(Given())[0].unit
-        needs = ptxas.needs(unit.source, gpu.arch)
+        needs = ptxas.needs(bias.Choice(p, gpu).sources()[0].source, gpu.arch)
         assert needs and all(local == 0 for _, local, _ in needs.values())

@@ -22,6 +22,7 @@ from upconv.cpu import memory_format
 from upconv.cuda import bias, families
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile.launch import Launcher
+from upconv.cuda.cost import Cost
 from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import gpu
 from upconv.cuda.prepared import PreparedBias
@@ -179,7 +180,7 @@ def test_without_memory_pytorchs_error_rises(pass_: Pass, monkeypatch: pytest.Mo
     p = Problem.make(4, 56, 1, (64, 64), 9, 3, 4, 2, precision="tf32", pass_=pass_)
     inner = rearranged.choose(unshuffle.rearranged(p), gpu(0))
     assert not isinstance(inner, str)
-    choice = rearranged.Choice("unshuffle", inner, p, 1e-5)
+    choice = rearranged.Choice("unshuffle", inner, p, Cost(1e-5))
 
     def short(self: Any, *_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError("no memory")

@@ -232,7 +232,7 @@ _UNPLANNED = "where the forward is PyTorch's own operator its gradients are too"
 
 
 def _modelled(choice: Choice) -> str:
-    terms = f" ({choice.terms})" if choice.terms else ""
+    terms = f" ({choice.cost.text})" if choice.cost.text else ""
     return f"{1e3 * choice.seconds:.3g} ms by the model, bound by {choice.bound}{terms}: {choice.summary}"
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.family import Defaults
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Given, Int, Launch, Long, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.scalars import PRECISIONS
@@ -53,24 +53,31 @@ def shares(p: Problem, gpu: Gpu) -> tuple[int, int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Choice(Defaults):
+class Choice(family.Choice):
     """What sums an operand ``gradient`` into ``result``, which may be float32 where the gradient has 16 bits."""
 
     problem: Problem
     gpu: Gpu
 
+    family = "bias"
+    summary = "sums of ranges"
+
     @property
     def casts(self) -> bool:
         return self.problem.dtype.itemsize == 2
+
+    def sources(self) -> tuple[Unit, ...]:
+        p = self.problem
+        entries = ("sum_last",) if p.layout == "channels_last" else ("sum", "sum_at_once")
+        names = [f"{entry}<{jit.CONFIG}>" for entry in (*entries, "finish")]
+        source = jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, names)
+        return (Unit(f"bias {p.precision} {p.layout}", source, (*entries, "finish")),)
 
     def launches(self, given: Given) -> tuple[Launch, ...]:
         """One launch may do where the call is a lasting one."""
         p, last = self.problem, self.problem.layout == "channels_last"
         channels, (blocks, ranges, numbers) = p.out_channels, shares(p, self.gpu)
-        entries = ("sum_last" if last else "sum", *(() if last else ("sum_at_once",)), "finish")
-        names = [f"{entry}<{jit.CONFIG}>" for entry in entries]
-        source = jit.instance("bias.cu", {"precision": PRECISIONS[p.dtype]}, names)
-        unit = Unit(f"bias {p.precision} {p.layout}", source, entries)
+        (unit,) = self.sources()
         of_image = (Int, Long, Long) if last else (Int, Long, Long, *(Int,) * 4)
         sizes = tuple(kind(value) for kind, value in zip(of_image, numbers, strict=True))
         gradient, result = Pointer("gradient", alignment=16 if last else 1), Pointer("result")
@@ -83,6 +90,6 @@ class Choice(Defaults):
         partial = Pointer(Scratch("partial sums", ranges * channels * element))
         to = (partial, result, wide, Int(channels), Int(ranges))
         return (
-            Launch(unit, entries[0], grid, THREADS, 0, (gradient, partial, *sizes)),
+            Launch(unit, unit.entries[0], grid, THREADS, 0, (gradient, partial, *sizes)),
             Launch(unit, "finish", -(-channels // (THREADS // 32)), THREADS, 0, to),
         )

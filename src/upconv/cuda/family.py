@@ -7,129 +7,97 @@ has none. A choice, prepared for a device, is what `upconv.cuda.engine` runs.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
 if TYPE_CHECKING:
-    from upconv.cuda.launches import Given, Launch, Unit, WeightForm
+    from upconv.cuda.launches import Given, Launch, Unit
 
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 
 
-class Choice(Protocol):
-    """A family's best configuration for a problem; hashable. `Defaults` has what most choices have alike."""
+class Choice(ABC):
+    """A family's best configuration for a problem; hashable."""
+
+    problem: Problem
+    cost: Cost
+    """The model's estimate of its kernel."""
+    casts: Any = False
+    """Whether a weight, or its gradient, may be float32 in a 16-bit problem; a float32 bias is rounded with it."""
+    biased: Any = False
+    """Whether ``grad-input`` takes a bias of the input's channels; it is then a plain convolution."""
+    reads: Any = None
+    """The order of weights that the kernel reads in place: ``contiguous`` or ``channels_last`` ones."""
+    keeps_packed: Any = False
+    """Whether packed weights that are kept for many calls are better than weights in place."""
 
     @property
-    def family(self) -> str: ...
+    @abstractmethod
+    def family(self) -> str:
+        """The family's name."""
 
     @property
-    def problem(self) -> Problem: ...
+    @abstractmethod
+    def summary(self) -> str:
+        """The configuration, in words."""
 
     @property
     def seconds(self) -> float:
-        """The cost model's estimate of its kernel."""
+        """The cost model's estimate."""
+        return self.cost.seconds
 
     @property
-    def summary(self) -> str: ...
-
-    @property
-    def bound(self) -> str: ...
-
-    @property
-    def terms(self) -> str:
-        """The estimate's terms in words; empty where the family's model has no `upconv.cuda.cost.Cost`."""
+    def bound(self) -> str:
+        """What limits it, by the model."""
+        return self.cost.bound
 
     @property
     def margin(self) -> float:
         """By what `seconds` is multiplied beside another family's, where its model is the more optimistic one."""
+        return 1.0
 
     @property
     def packing_seconds(self) -> float:
         """What every call takes to pack the weights ahead of the kernel."""
+        return 0.0
 
-    def sources(self) -> Sequence[Unit]: ...
-
-    @property
-    def casts(self) -> bool:
-        """Whether a weight, or its gradient, may be float32 in a 16-bit problem; a float32 bias is rounded with it."""
-
-    @property
-    def biased(self) -> bool:
-        """Whether ``grad-input`` takes a bias of the input's channels; it is then a plain convolution."""
-
-    @property
-    def reads(self) -> WeightForm | None:
-        """The order of weights that the kernel reads in place: ``contiguous`` or ``channels_last`` ones."""
-
-    @property
-    def keeps_packed(self) -> bool:
-        """Whether packed weights that are kept for many calls are better than weights in place."""
+    @abstractmethod
+    def sources(self) -> Sequence[Unit]:
+        """What NVRTC must compile."""
 
     @property
     def packing(self) -> Hashable:
         """What the packed weight depends on beside the weight."""
+        return self
 
-    def packed_bytes(self, given: Given) -> int: ...
+    def packed_bytes(self, given: Given) -> int:
+        """Of what `pack` writes."""
+        return 0
 
     def pack(self, given: Given) -> Launch | None:
         """What writes ``packed``; None for a weight that is packed by what else is launched, or not at all."""
+        return None
 
+    @abstractmethod
     def launches(self, given: Given) -> tuple[Launch, ...]:
         """What a call launches, in this order."""
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         """Of the weight's gradient as it is written, which may be wider than the weight."""
+        return self.problem.weight_shape
 
-    def on(self, device: int) -> Choice:
+    def on(self, device: int) -> Any:
         """The choice as a device runs it, which may be a part of the GPU. Errors: those of ``jit.kernel``."""
+        return self
 
     def prepare(self, device: int) -> Any:
         """A `upconv.cuda.prepared.Prepared`, for ``grad-weight`` a `PreparedWeight`."""
-
-
-class Defaults:
-    """A choice whose estimate needs no correction, and which packs nothing."""
-
-    problem: Problem
-    casts: Any = False
-    biased: Any = False
-    reads: Any = None
-    keeps_packed: Any = False
-
-    @property
-    def terms(self) -> str:
-        return ""
-
-    @property
-    def margin(self) -> float:
-        return 1.0
-
-    @property
-    def packing_seconds(self) -> float:
-        return 0.0
-
-    @property
-    def packing(self) -> Hashable:
-        return self
-
-    @property
-    def result_shape(self) -> tuple[int, ...]:
-        return self.problem.weight_shape
-
-    def packed_bytes(self, given: Given) -> int:
-        return 0
-
-    def pack(self, given: Given) -> Launch | None:
-        return None
-
-    def on(self, device: int) -> Any:
-        return self
-
-    def prepare(self, device: int) -> Any:
         from upconv.cuda import prepared  # which loads kernels; a CPU needs none of it
 
         kind = prepared.PreparedWeight if self.problem.pass_ == "grad-weight" else prepared.Prepared

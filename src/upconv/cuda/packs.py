@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Protocol
 
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
-from upconv.cuda.family import Defaults
+from upconv.cuda.family import Choice
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Map, Pointer, Scratch, Unit, renamed
 from upconv.problem import Problem
 
@@ -17,7 +17,7 @@ def packing_entries(kernel: str, p: Problem) -> tuple[str, ...]:
     return (f"pack<{kernel}>", *((f"pack_float<{kernel}>",) if p.dtype.itemsize == 2 else ()))
 
 
-class PacksWeights(Defaults, ABC):
+class PacksWeights(Choice):
     """A choice whose kernel reads weights that ``kernels/packing.cuh`` packs, or weights in place."""
 
     @property

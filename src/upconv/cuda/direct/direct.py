@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
@@ -24,7 +24,7 @@ from upconv.problem import Pass, Problem
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(family.Choice):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
     problem: Problem
@@ -32,23 +32,9 @@ class Choice(family.Defaults):
     ranges: int
     """Of tiles, whose sums are added in a second step (grad-weight)."""
     cost: Cost
-    """The model's estimate."""
 
-    family: ClassVar[str] = "direct"
+    family = "direct"
     reads = "contiguous"
-
-    @property
-    def seconds(self) -> float:
-        return self.cost.seconds
-
-    @property
-    def bound(self) -> str:
-        """What limits it, by the model."""
-        return self.cost.bound
-
-    @property
-    def terms(self) -> str:
-        return self.cost.text
 
     @property
     def summary(self) -> str:

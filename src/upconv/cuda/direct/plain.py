@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
 
 import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.launches import NULL, THREADS, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
 from upconv.cuda.scalars import PRECISIONS
@@ -34,15 +34,13 @@ _APART = 4  # times a product's loads in channels_last, where neighbouring threa
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(family.Choice):
     """The kernel of a pass, and what the model thinks of it."""
 
     problem: Problem
-    seconds: float
-    """The model's estimate."""
+    cost: Cost
 
-    family: ClassVar[str] = "direct"
-    bound: ClassVar[str] = "instruction issue"
+    family = "direct"
     reads = "contiguous"
 
     @property
@@ -131,4 +129,4 @@ def seconds(p: Problem, gpu: Gpu) -> float:
 
 def candidate(p: Problem, gpu: Gpu) -> Choice:
     """The kernel of a problem's pass."""
-    return Choice(p, seconds(p, gpu))
+    return Choice(p, Cost(found := seconds(p, gpu), issue=found))

@@ -40,19 +40,6 @@ class TileChoice(PacksWeights):
         return bool(self.tile.biased)
 
     @property
-    def seconds(self) -> float:
-        return self.cost.seconds
-
-    @property
-    def bound(self) -> str:
-        """What limits it, by the model."""
-        return self.cost.bound
-
-    @property
-    def terms(self) -> str:
-        return self.cost.text
-
-    @property
     def summary(self) -> str:
         return (
             f"{self.tile.summary(self.problem, self.gpu)}, {self.tile.shared_bytes // 1024} KB shared, grid {self.grid}"

@@ -8,9 +8,10 @@ OutOfMemoryError rises: another kernel in their place would round otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from upconv.cuda import family
+from upconv.cuda.cost import Cost
 from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import Gpu
@@ -48,17 +49,16 @@ MODES: dict[str, Mode] = {"unshuffle": unshuffle, "relayout": relayout}
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(family.Choice):
     """A choice for the rearranged problem."""
 
     mode: str
     """By its name in `MODES`, since a choice is pickled."""
     inner: Inner
     problem: Problem
-    seconds: float
-    """The model's estimate."""
+    cost: Cost
 
-    family: ClassVar[str] = "rearrange"
+    family = "rearrange"
 
     @property
     def _contiguous(self) -> Around:
@@ -167,7 +167,7 @@ def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, gener
     inner = choose(q, gpu)
     if isinstance(inner, str):
         return inner
-    found = Choice(mode, inner, p, inner.seconds + copies)
+    found = Choice(mode, inner, p, Cost(inner.seconds + copies))
     if weighed(found) > most:
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its tensors rearranged"
     return found

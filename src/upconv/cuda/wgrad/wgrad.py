@@ -8,7 +8,7 @@ partial sums are added in a fixed order (`wgrad_costs.Ending`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -52,7 +52,7 @@ _ADDING = {
 
 
 @dataclass(frozen=True)
-class Choice(family.Defaults):
+class Choice(family.Choice):
     """A tiling for a problem on a GPU, and what the model thinks of it."""
 
     tiling: AnyTiling
@@ -65,20 +65,7 @@ class Choice(family.Defaults):
     """The model's estimate."""
     at_once: bool = True
     """Whether all blocks run at once on its device."""
-    family: str = field(default="wgrad", init=False)
-
-    @property
-    def seconds(self) -> float:
-        return self.cost.seconds
-
-    @property
-    def bound(self) -> str:
-        """What limits it, by the model."""
-        return self.cost.bound
-
-    @property
-    def terms(self) -> str:
-        return self.cost.text
+    family = "wgrad"
 
     @property
     def summary(self) -> str:
