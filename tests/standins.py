@@ -18,6 +18,7 @@ from conftest import _forget_plans
 from upconv import convolutions, cpu, modules, planner, reference
 from upconv.cuda import engine, families, family, gpu
 from upconv.cuda import weights as packed
+from upconv.cuda.cost import Cost
 from upconv.cuda.launches import Given, Launch, Unit
 from upconv.planner import Device
 from upconv.problem import Problem
@@ -37,6 +38,7 @@ class StandIn(family.Choice):
     seconds: float = 1e-3
     summary: str = "one tile"
     bound: str = "nothing"
+    cost: Cost = field(default_factory=Cost)
     failure: Exception | None = None
     """What its kernel raises."""
     packing: str | None = None

@@ -19,6 +19,7 @@ from strategies import operands, problems
 from upconv import cpu, planner, reference
 from upconv.bench import suites
 from upconv.cuda import families, family, gpu
+from upconv.cuda.cost import Cost
 from upconv.planner import Device
 from upconv.problem import LAYOUTS, PRECISIONS, Problem
 
@@ -187,6 +188,6 @@ def test_reasons_for_leaving_cuda_calls_to_pytorch(device: Device, reason: str) 
 
 def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleNamespace:
     return SimpleNamespace(
-        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", terms="", margin=1.0,
+        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", cost=Cost(), margin=1.0,
         packing_seconds=packing_seconds,
     )  # fmt: skip

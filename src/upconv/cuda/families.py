@@ -12,26 +12,18 @@ from upconv.cuda.family import Choice, best_of
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Problem
 
-FAMILIES = (
-    "gather",
-    "joined",
-    "pixels",
-    "direct",
-    "rearrange",
-)
-"""The kernel families of the forward and of the gradient for the input, as modules of this package.
-
-Of equals the first is taken.
-"""
-_MODULES = {
+FAMILIES = {
     "gather": "gemm.gather",
     "joined": "gemm.joined",
     "pixels": "pixels.family",
-    "wgrad": "wgrad.wgrad",
     "direct": "direct.direct",
     "rearrange": "rearrange.family",
 }
-WEIGHT_FAMILIES = ("wgrad", "direct", "rearrange")
+"""The kernel families of the forward and of the gradient for the input, and their modules of this package.
+
+Of equals the first is taken.
+"""
+WEIGHT_FAMILIES = {"wgrad": "wgrad.wgrad", "direct": "direct.direct", "rearrange": "rearrange.family"}
 """As `FAMILIES`, of the gradient for the weight."""
 
 
@@ -41,6 +33,6 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> dict[str, Choice | st
     ``general``: of those that serve every size of the input (the CUDA-core families have no others).
     """
     found: dict[str, Choice | str] = {}
-    for name in WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES:
-        found[name] = import_module(f"upconv.cuda.{_MODULES[name]}").candidate(p, gpu, best_of(found), general)
+    for name, module in (WEIGHT_FAMILIES if p.pass_ == "grad-weight" else FAMILIES).items():
+        found[name] = import_module(f"upconv.cuda.{module}").candidate(p, gpu, best_of(found), general)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Protocol
 
 from upconv.cuda.axes import result_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
@@ -65,19 +64,6 @@ class PacksWeights(Choice):
         return NULL if given.bias == "none" else Pointer("bias")
 
 
-class BoxedWeights(Protocol):
-    """What a tile knows of channels-last weights that come as they lie."""
-
-    @property
-    def element(self) -> int: ...
-
-    @property
-    def weight_span(self) -> int: ...
-
-    @property
-    def weight_box(self) -> Five: ...
-
-
 def rows_of_taps(p: Problem, rows: int, channels: int) -> Tensor5:
     """Weights that are ``rows`` of taps, each of ``channels`` side by side."""
     size = p.dtype.itemsize
@@ -85,10 +71,10 @@ def rows_of_taps(p: Problem, rows: int, channels: int) -> Tensor5:
     return Tensor5(0, (channels, p.taps, rows, 1, 1), (channels * size, row, rows * row, rows * row))
 
 
-def weight_map(t: BoxedWeights, p: Problem) -> Map:
+def weight_map(p: Problem, box: Five, span: int) -> Map:
     """Over channels-last weights in place, with a box of a tap's for a chunk."""
     tensor = rows_of_taps(p, *p.weight_shape[:2])
-    return Map("weight", tensor, p.dtype, t.weight_box, span=t.weight_span, rounded=p.precision == "tf32")
+    return Map("weight", tensor, p.dtype, box, span=span, rounded=p.precision == "tf32")
 
 
 def layer_text(p: Problem) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -94,19 +95,16 @@ promises = ctypes.c_int64(0)
 """How often a weight was frozen. A replayed backward looks whether any was since its forward (``native.cpp``)."""
 _lock = forks.Lock()
 
-_packings: dict[Hashable, int] = {}
 _numbers = count()
-_MOST_PACKINGS = 4096  # as many as there are plans
 
 
+@lru_cache(maxsize=4096)
 def number(packing: Hashable) -> int:
-    """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up."""
-    with _lock.now:
-        if len(_packings) >= _MOST_PACKINGS:
-            _packings.clear()  # numbers are never given twice: what is forgotten is packed once more
-        if packing not in _packings:
-            _packings[packing] = next(_numbers)
-        return _packings[packing]
+    """A number for a way of packing, since the hash of its description would cost more than the rest of a look-up.
+
+    None is given twice: what is forgotten is packed once more.
+    """
+    return next(_numbers)
 
 
 def freeze(weight: Tensor) -> None:

@@ -281,15 +281,6 @@ std::optional<std::vector<Tensor>> Recording::replay(
   return found;
 }
 
-struct Gil {
-  const PyGILState_STATE state = PyGILState_Ensure();
-  ~Gil() { PyGILState_Release(state); }
-};
-struct NoGil {
-  PyThreadState* const state = PyEval_SaveThread();
-  ~NoGil() { PyEval_RestoreThread(state); }
-};
-
 // --- layers ----------------------------------------------------------------------------------------------------------
 
 // Where gradients are not plain: under modes and transforms, which PyTorch dispatches for.
@@ -316,7 +307,7 @@ class Layer {
 #else
     if (_Py_IsFinalizing()) return;
 #endif
-    Gil gil;
+    py::gil_scoped_acquire gil;
     Py_DECREF(call_back);
   }
 
@@ -391,7 +382,8 @@ class Layer {
   std::array<Backward, 8> backward_;
 };
 
-// What owns a layer: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards can hash it.
+// What owns a layer, also in Python: a tensor that says where it is. Nodes keep one, as PyTorch's compiler of backwards
+// can hash it.
 using Handle = Tensor;
 
 static Handle handle_of(std::unique_ptr<Layer> layer) {
@@ -413,11 +405,11 @@ static std::shared_ptr<Recording> recording_of(PyObject* tuple) {
 // The gradients by Python, which may record them in a graph.
 static variable_list call_back(
     Layer& layer, const Tensor& grad, const Tensor& input, const Tensor& weight, int mask, bool plain) {
-  Gil gil;
-  auto wrapped = [](const Tensor& t) { return pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)); };
+  py::gil_scoped_acquire gil;
+  auto wrapped = [](const Tensor& t) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(t)); };
   auto given = std::array{wrapped(grad), wrapped(input), wrapped(weight)};
   const bool wanted = plain && !layer.backward(mask);
-  auto found = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunction(
+  auto found = py::reinterpret_steal<py::object>(PyObject_CallFunction(
       layer.call_back, "OOOiO", given[0].ptr(), given[1].ptr(), given[2].ptr(), mask, wanted ? Py_True : Py_False));
   if (!found.ptr() || !PyTuple_Check(found.ptr()) || PyTuple_GET_SIZE(found.ptr()) != 4) {
     if (found.ptr()) PyErr_SetString(PyExc_TypeError, "upconv: a backward returned something else");
@@ -474,13 +466,8 @@ struct ConvTranspose : public torch::autograd::Function<ConvTranspose> {
 
 // --- for Python ------------------------------------------------------------------------------------------------------
 
-struct Object {
-  PyObject_HEAD
-  Handle layer;
-};
-
-// Layer(device, context, autocast, last, biased, forward, call_back): a recording, `autocast` a dtype or None.
-static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+// layer(device, context, autocast, last, biased, forward, call_back): a recording, `autocast` a dtype or None.
+static PyObject* layer(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   int device, last, biased;
   unsigned long long context;
@@ -488,20 +475,9 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (!PyArg_ParseTuple(arguments, "iKOppOO", &device, &context, &autocast, &last, &biased, &forward, &call_back))
     return nullptr;
   const int cast = autocast == Py_None ? -1 : static_cast<int>(reinterpret_cast<THPDtype*>(autocast)->scalar_type);
-  auto recording = recording_of(forward);
-  auto* self = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
-  if (!self) return nullptr;
-  new (&self->layer) Handle(handle_of(std::make_unique<Layer>(
-      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, std::move(recording), call_back)));
-  return reinterpret_cast<PyObject*>(self);
+  return THPVariable_Wrap(handle_of(std::make_unique<Layer>(
+      device, reinterpret_cast<void*>(context), cast, last != 0, biased != 0, recording_of(forward), call_back)));
   END_HANDLE_TH_ERRORS
-}
-
-static void destroy(PyObject* self) {
-  reinterpret_cast<Object*>(self)->layer.~Handle();
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
 }
 
 // Three operands, of which each may be None.
@@ -520,12 +496,12 @@ static std::array<Tensor, 3> operands_of(PyObject* const* of) {
 static PyObject* run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 4, "run takes four arguments");
-  Handed handed{reinterpret_cast<Object*>(arguments[0])->layer, Tensor()};
+  Handed handed{THPVariable_Unpack(arguments[0]), Tensor()};
   auto given = operands_of(arguments + 1);
   Layer& layer = layer_of(handed.layer);
   std::optional<std::vector<Tensor>> found;
   {
-    NoGil released;
+    py::gil_scoped_release released;
     if (layer.autocast >= 0) given[0] = given[0].to(static_cast<at::ScalarType>(layer.autocast));
     found = layer.replay(*layer.forward, given);
     const bool training = layer.call_back != Py_None && c10::GradMode::is_enabled() &&
@@ -573,11 +549,8 @@ static PyMethodDef method(const char* name, F* function, int flags) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr};
 }
 
-static PyType_Slot SLOTS[] = {
-    {Py_tp_new, reinterpret_cast<void*>(upconv::make)}, {Py_tp_dealloc, reinterpret_cast<void*>(upconv::destroy)},
-    {0, nullptr}};
-static PyType_Spec LAYER = {"upconv_native.Layer", sizeof(upconv::Object), 0, Py_TPFLAGS_DEFAULT, SLOTS};
 static PyMethodDef METHODS[] = {
+    method("layer", upconv::layer, METH_VARARGS),
     method("run", upconv::run, METH_FASTCALL),
     method("set_driver", upconv::set_driver, METH_VARARGS),
     method("set_promises", upconv::set_promises, METH_O),
@@ -587,10 +560,8 @@ static PyModuleDef MODULE = {
 
 PyMODINIT_FUNC PyInit_upconv_native() {
   PyObject* module = PyModule_Create(&MODULE);
-  PyObject* type = module ? PyType_FromSpec(&LAYER) : nullptr;
-  if (!type || PyModule_AddObject(module, "Layer", type)) return nullptr;
 #ifdef Py_GIL_DISABLED
-  PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
+  if (module) PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED);
 #endif
   return module;
 }

@@ -91,7 +91,7 @@ def compiler() -> str | None:
 
 
 def module() -> Any:
-    """The module with its ``Layer``, or None while there is none; the first call has it loaded or compiled."""
+    """The module of ``native.cpp``, or None while there is none; the first call has it loaded or compiled."""
     if _module is None and _builder is None:
         _start()
     return _module

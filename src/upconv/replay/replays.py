@@ -98,7 +98,7 @@ def layer_of(
     autocast: torch.dtype | None = None,
     call_back: Callable[..., Any] | None = None,
 ) -> tuple[Results, Any]:
-    """The results of a pass by a plan, and a ``Layer`` that replays it; `NEVER` for one that cannot be repeated.
+    """The results of a pass by a plan, and what replays it; `NEVER` for one that cannot be repeated.
 
     ``operands``: the pass's, the second on its device. The rest is ``native.cpp``'s. Errors: those of ``compute``.
     """
@@ -108,7 +108,7 @@ def layer_of(
             results, found = recording_of(what, operands, compute)
         if found is None:
             return results, NEVER
-        return results, module.Layer(index, _context(index), autocast, last, operands[2] is not None, found, call_back)
+        return results, module.layer(index, _context(index), autocast, last, operands[2] is not None, found, call_back)
     except torch.OutOfMemoryError:  # which may pass: a later call is recorded
         raise
     except Exception as error:  # the pass's, or of its recording

@@ -190,7 +190,10 @@ class Choice(TileChoice):
         whole_units = t.tensor_map or (t.channels_last and t.aligned_channels)
         source = Pointer("source", alignment=16 if whole_units else 1)
         pointers = source, Pointer("weight" if boxed else "packed"), self.bias(given), Pointer("result", alignment=16)
-        more = *((result_map(t, p),) if t.drained else ()), *((weight_map(t, p),) if boxed else ())
+        more = (
+            *((result_map(t, p),) if t.drained else ()),
+            *((weight_map(p, t.weight_box, t.weight_span),) if boxed else ()),
+        )
         arguments = (*pointers, *counters, *ints(t.arguments(p)), *source_maps(t, p), *more)
         overlaps = not boxed and self._overlaps
         return Launch(unit, "gather", self.grid, 512 if t.wgmma else 384, shared, arguments, dependent=overlaps)
