@@ -83,7 +83,7 @@ def measure(
     runs, errors = {}, []
     for i, (_, t) in enumerate(tilings):
         prepared = gather.Choice(t, p, on).prepare(device.index)
-        packed = prepared.pack(given.weight)
+        packed = given.weight if prepared._form(given.weight) == "in place" else prepared.pack(given.weight)
         runs[str(i)] = [lambda prepared=prepared, packed=packed: prepared.run(source, packed, None, out)]
         out.fill_(math.nan)
         runs[str(i)][0]()

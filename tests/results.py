@@ -188,8 +188,7 @@ def result(p: Problem, prepared: Any, place: Place, way: Way, infinite: bool = F
     else:
         if (form := prepared._form(weight)) is not None:
             prepared._program(Given(form, way.single))  # of one source, which is compiled once
-        packed = prepared.pack(weight, rounded) if way.single and bias is not None else prepared.pack(weight)
-        prepared.run(source, packed, rounded, out, lasting=way.once)
+        prepared.run(source, prepared.pack(weight), bias, out, lasting=way.once)
     if p.pass_ == "fwd":
         return Result(out, around, reference.forward(p, x, w, bias))
     truth = reference.gradients(p, x, x.new_zeros(p.input_shape), w)[0]

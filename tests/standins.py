@@ -90,9 +90,6 @@ class Data(Loaded):
         parts = [t.detach().to(p.dtype).flatten() for t in (weight, bias) if t is not None]
         return torch.cat(parts)
 
-    def pack_to_keep(self, weight: Tensor) -> Tensor:
-        return self.pack(weight)
-
     def packed(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What `pack` makes of a weight, or made of it before."""
         assert not weight.is_neg()

@@ -90,7 +90,8 @@ def check(p: Problem, choice: Any, x: Tensor, g: Tensor, w: Tensor) -> None:
         elif packs and call % 2:
             prepared.run(x if p.pass_ == "fwd" else g, w, None, out, True, True)
         else:
-            prepared.run(x if p.pass_ == "fwd" else g, prepared.pack(w), None, out, fresh=True)
+            read = w if prepared._form(w) == "in place" else prepared.pack(w)
+            prepared.run(x if p.pass_ == "fwd" else g, read, None, out, fresh=True)
         if first is None:
             first = out
             error = float((out.float() - expected.float()).norm() / expected.float().norm())

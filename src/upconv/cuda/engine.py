@@ -214,7 +214,7 @@ class Runner(_Runner):
         """`weights.kept`; without ``makes`` what was packed before. Not where a graph is captured."""
         if not self.casts and weight.dtype is not self.plan.problem.dtype:
             return None
-        return weights.kept(entry, weight, self.packing, self.index, self.prepared.pack_to_keep if makes else None)
+        return weights.kept(entry, weight, self.packing, self.index, self.prepared.pack if makes else None)
 
     def _launch(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, lasting: bool) -> None:
         """Packs the weight, or takes a frozen one's copy, and runs the kernel."""

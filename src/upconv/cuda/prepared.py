@@ -170,7 +170,7 @@ class _Prepared:
         self.casts, self.biased, self.packing = choice.casts, choice.biased, choice.packing
         self._launchers: dict[Any, Launcher] = {}
         self._programs: dict[Given, Program] = {}
-        self._packing: dict[Given, tuple[Program, int] | None] = {}
+        self._packing: dict[Given, Program | None] = {}
         self._known: dict[Any, Program] = {}
         self.counters: dict[int, Counters] = {}
         """Of `Zeros`, by their words."""
@@ -239,35 +239,25 @@ class Prepared(_Prepared):
         last = _is_channels_last(weight) and weight.shape[:2] == self._problem.weight_shape[:2]
         return "channels_last" if last else None
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The weight in the order in which the kernel reads it: int32 words, packed on the current stream.
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight as it is kept for other calls: int32 words in the kernel's order, packed on the current stream.
 
-        Or the weight itself, where nothing is packed ahead. A float32 weight of a 16-bit problem is rounded on its way,
-        and with it a float32 ``bias``, whose place is behind it.
+        A float32 weight of a 16-bit problem is rounded on its way. The weight itself, where the kernel reads it so.
         """
-        form = self._form(weight)
-        return weight if form == "in place" else self._packed(weight, bias, form)
-
-    def pack_to_keep(self, weight: Tensor) -> Tensor:
-        """`pack`, where what comes back is kept for other calls."""
-        return self._packed(weight, None, self._order(weight)) if self.choice.keeps_packed else self.pack(weight)
-
-    def _packed(self, weight: Tensor, bias: Tensor | None, form: WeightForm | None) -> Tensor:
+        form = self._order(weight) if self.choice.keeps_packed else self._form(weight)
         if form is None:
-            return self.pack(weight.contiguous(), bias)
-        single = self.casts and weight.dtype is torch.float32
-        given = Given(form, single, "none" if bias is None else "single")
-        if given not in self._packing:
-            launch, words = self.choice.pack(given), self.choice.packed_bytes(given) // 4
-            program = None if launch is None else self._of((launch,), ("weight", "bias", "packed"))
-            self._packing[given] = None if program is None else (program, words)
-        found = self._packing[given]
-        if found is None:
+            return self.pack(weight.contiguous())
+        if form == "in place":
             return weight
-        program, words = found
-        packed = weight.new_empty_strided((words,), (1,), dtype=torch.int32)
-        at = 0 if bias is None else bias.data_ptr()
-        program((weight, bias, packed), [weight.data_ptr(), at, packed.data_ptr()], False)
+        given = Given(form, self.casts and weight.dtype is torch.float32)
+        if given not in self._packing:
+            launch = self.choice.pack(given)
+            self._packing[given] = None if launch is None else self._of((launch,), ("weight", "packed"))
+        program = self._packing[given]
+        if program is None:
+            return weight
+        packed = weight.new_empty_strided((self.choice.packed_bytes(given) // 4,), (1,), dtype=torch.int32)
+        program((weight, packed), [weight.data_ptr(), packed.data_ptr()], False)
         return packed
 
     def run(
@@ -278,7 +268,7 @@ class Prepared(_Prepared):
         Args:
             x: dense in the problem's layout.
             weight: the weight, or what `pack` made of it.
-            bias: in the problem's dtype, or in float32 if the weight is.
+            bias: in the problem's dtype, or in float32 if the weight is, but for a packed one.
             out: dense in the problem's layout.
             fresh: what packs the weight is the last kernel on this stream, or in this call: launches may overlap.
             lasting: the call may allocate what outlives it, and is not captured in a graph.
