@@ -129,7 +129,7 @@ def test_launches_of_one_kernel_may_have_other_blocks(stubs: Emulator) -> None:
     one = Launch(Unit("f", "f", ("f",)), "f", 1, 64, 16, (Pointer("source"),))
     every: dict[Any, Any] = {}
     for threads, shared in ((64, 16), (32, 16), (64, 0), (64, 16)):
-        prepared_module.Program((replace(one, threads=threads, shared_bytes=shared),), ("source",), 0, every)
+        prepared_module.Program((replace(one, threads=threads, shared_bytes=shared),), ("source",), 0, every, {})
     assert sorted((found._threads, found._shared) for found in every.values()) == [(32, 16), (64, 0), (64, 16)]
 
 

@@ -334,8 +334,3 @@ def _shared_out(
         found[i].append(run)
         heapreplace(loads, (load + (run.rows or heights), i))
     return tuple(map(tuple, found)) if runs else ()
-
-
-def table(values: Iterable[int]) -> str:
-    """A macro's value that initialises an array of a kernel's."""
-    return "{" + ",".join(str(v) for v in values) + "}"

@@ -69,11 +69,10 @@ class Program:
         launches: tuple[Launch, ...],
         operands: tuple[str, ...],
         device: int,
-        launchers: dict[Any, Launcher] | None = None,
-        counters: dict[int, Counters] | None = None,
+        launchers: dict[Any, Launcher],
+        counters: dict[int, Counters],
     ) -> None:
         self.launches, self.operands, self.device = launches, operands, device
-        launchers, counters = {} if launchers is None else launchers, {} if counters is None else counters
         used = [a for one in launches for a in one.arguments if isinstance(a, Pointer | Map)]
         memory = dict.fromkeys(a.operand for a in used)
         self.scratch = [one for one in memory if isinstance(one, Scratch)]
