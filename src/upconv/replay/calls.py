@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from torch.utils._device import DeviceContext
 
 from upconv.problem import Precision
 
-if TYPE_CHECKING:
-    from upconv.autograd import Operation
-
+Operation = Any
+"""What computes a call: an `upconv.autograd.Operation`, whose module imports this one."""
 Operands = tuple[Tensor, Tensor, "Tensor | None"]
 """Input, weight and bias."""
 Arguments = tuple[int, Any, Any, Any, Any, Any]

@@ -12,7 +12,7 @@ kernel by kernel, so that results are the same to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,7 @@ from upconv.cuda.gpu import capturing
 from upconv.cuda.recording import Recording, Unrecorded
 from upconv.planner import Plan
 from upconv.replay import native
-from upconv.replay.calls import Call, Operands
-
-if TYPE_CHECKING:
-    from upconv.autograd import Operation
+from upconv.replay.calls import Call, Operands, Operation
 
 Results = Sequence["Tensor | None"]
 
