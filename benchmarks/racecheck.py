@@ -132,6 +132,7 @@ DEEP = Problem.make(1, 32, 16, (4, 12, 24), (3, 5, 7), bias=False)
 ODD = Problem.make(1, 16, 32, (3, 6, 40), 3, 2, 1, bias=False)  # rows of 79
 LONE = Problem.make(1, 300, 24, (16, 24), 2, 2, bias=False)  # more chunks than stages
 TAPPED = Problem.make(3, 300, 24, (72,), 8, 4, 2, bias=False)
+VOICE = Problem.make(2, 300, 24, (80,), 8, 4, 2, bias=False)
 LONE_BACK = LONE.with_(in_channels=24, out_channels=300)
 TAPPED_BACK = TAPPED.with_(in_channels=24, out_channels=300)
 TINY = Problem.make(80, 128, 72, (4, 4), 4, 2, 1, bias=False)
@@ -299,6 +300,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", "subpixel"),
     "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", "subpixel"),
     "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", "pairs"),
+    "pairs-forward": case("pixels", run_choice, VOICE, "tf32 nchw fwd", "pairs"),
+    "pairs-forward-16": case("pixels", run_choice, VOICE, "bf16 nchw fwd", "pairs"),
     "pairs-16": case("pixels", run_choice, TAPPED_BACK, "bf16 nchw grad-input", "pairs"),
     "implicit": case("pixels_last", run_implicit, STRIDED, "tf32 channels_last grad-input", True, 2),
     "implicit-turns": case("pixels_last", run_implicit, STRIDED, "bf16 channels_last fwd", False, 3),

@@ -248,12 +248,17 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
     ),
     "subpixel": (
         Layers(("fwd",), WGMMA, ("nchw",), (1, 2, 2, 3), (1, 5, 24, 70), (1, 3, 20), (1,), widths=ALIGNED,
-               kernels=(2, 2, 4), strides=(2, 2, 4), dilations=(1,), paddings=0),
+               kernels=(1, 2, 2, 3, 4), strides=(1, 2, 2, 3, 4), dilations=(1,), paddings=0),
         pixels_choice("subpixel"),
     ),
     "pairs": (
         Layers(("grad-input",), WGMMA, ("nchw",), (1, 1, 2, 2, 3), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
                kernels=(2, 3, 4, 4, 5, 6, 8), strides=(2, 2, 3, 4, 8), dilations=(1,), paddings=4),
+        pixels_choice("pairs"),
+    ),
+    "pairs, forward": (
+        Layers(("fwd",), WGMMA, ("nchw",), (1,), (1, 9, 33), (1, 9, 33), (1,), widths=ALIGNED,
+               kernels=(1, 2, 3, 4, 5, 6, 8, 16, 25), strides=(2, 2, 3, 4, 5, 8), dilations=(1,), paddings=11),
         pixels_choice("pairs"),
     ),
     "sweep": (

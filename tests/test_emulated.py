@@ -156,7 +156,7 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
-NOTICED = r"are wrong|wait for each other|arrivals|left before|outside|misaligned|beyond its integer"
+NOTICED = r"are wrong|stored twice|wait for each other|arrivals|left before|outside|misaligned|beyond its integer"
 MOST_TRIES = 40  # choices of a family, among which a fault must show
 FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
 OF_RING = r"ring\.wait_full\(cursor\);"
@@ -165,6 +165,9 @@ FAULTS = {
     "implicit: a stage given back too early": ("implicit", r"wgmma_wait<HOLDS>\(\);", ""),
     "subpixel: a place": ("subpixel", r"tile\.p \+ lane \* ROW_PIXELS", "tile.p + lane * ROW_PIXELS + 1"),
     "pairs: no wait for a free stage": ("pairs", r"ring\.wait_empty\(cursor\);", ""),
+    "pairs: a tap's stride": ("pairs, forward", r"\(C::kernel_w - 1 - kw\) \* OUT", "(C::kernel_w - 1 - kw)"),
+    "pairs: the end of a row": ("pairs, forward", r"\(u32\)\(w\[i\] \+ .*\) < \(u32\)row", "w[i] < row"),
+    "subpixel: the next column": ("subpixel", r"c \* \(long long\)plane", "c"),
     "sweep: the first slot": ("sweep", r"int first_slot = (-?\d+);", r"int first_slot = \1 + 1;"),
     "gather: no wait for a stage": ("gather", FULL, ""),
     "joined: no wait for a slot": ("joined", r"memory\.slots\.wait_full\(slot\);", ""),

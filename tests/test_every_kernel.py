@@ -52,8 +52,6 @@ ALLOWED: dict[tuple[str, str, str, str, int], int] = {
     ("gather", "100a", "fwd", "nchw", 32): 16,  # kb69 and kb79 in IEEE; kb64, kb74 8
     ("gather", "100a", "grad-input", "nchw", 32): 16,  # kb79 in IEEE; kb69 8
     ("gather", "120", "grad-input", "nchw", 32): 8,  # hifigan in IEEE
-    # Around a tile's stores.
-    ("pixels", "90a", "grad-input", "nchw", 16): 112,  # pix; unet1 8
     # Why is not known.
     ("direct", "80", "grad-weight", "nchw", 32): 16,  # fsrcnn
     ("direct", "86", "grad-weight", "nchw", 32): 16,

@@ -36,9 +36,9 @@ def parsed(layer: str, size: str, **changes: Any) -> Problem:
     return parse_layer(f"{layer},bias=False", size).with_(dtype=DTYPES[changes["precision"]], **changes)
 
 
-def drawn(mode: str, count: int) -> Iterator[TileChoice]:
-    """The mode's first random tiles, each of another layer."""
-    return (choice for choice, _ in islice(choices(mode), count))
+def drawn(name: str, count: int) -> Iterator[TileChoice]:
+    """Of random choices (`drawn.FAMILIES`) the first, each of another layer."""
+    return (choice for choice, _ in islice(choices(name), count))
 
 
 # --- what is served --------------------------------------------------------------------------------------------------
@@ -80,24 +80,32 @@ def test_tiles_that_no_gpu_runs_do_not_fit(tile: Any, instead: dict[str, Any]) -
     assert replace(tile, **instead).fits, "it is this alone"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_kernels_are_of_a_layer_at_any_size(mode: str) -> None:
+def test_a_forwards_taps_fill_rows_of_weights() -> None:
+    """With zeros for those that the kernel does not have; a kernel of too many strides has no tile."""
+    for kernel, stride, taps in ((16, 8, 2), (10, 4, 3), (25, 4, 8), (9, 2, 6), (3, 5, 1)):
+        p = Problem.make(1, 32, 32, (64,), kernel, stride, precision="tf32")
+        assert {t.row.kernel for t in MODES["pairs"].candidates(p, H200)} == {taps}  # type: ignore[attr-defined]
+    assert not list(MODES["pairs"].candidates(Problem.make(1, 8, 8, (64,), 999, 2, precision="tf32"), H200))
+
+
+@pytest.mark.parametrize("name", [*MODES, "pairs, forward"])
+def test_kernels_are_of_a_layer_at_any_size(name: str) -> None:
     """A tile's constants know neither its problem's size nor its batch, and other sizes find the same tiles."""
-    for choice in drawn(mode, 6):
+    for choice in drawn(name, 6):
         p, t = choice.problem, choice.tile
         other = p.with_(batch=p.batch + 3, size=tuple(3 * n + 8 - n % 8 for n in p.size))
         assert replace(t, problem=other).constants() == t.constants()
         assert t.problem == any_size(p)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "implicit"])
+@pytest.mark.parametrize("name", [*(mode for mode in MODES if mode != "implicit"), "pairs, forward"])
 @needs_gxx
-def test_packed_weights_are_shared_only_where_they_are_the_same(mode: str, emulator: Emulator) -> None:
+def test_packed_weights_are_shared_only_where_they_are_the_same(name: str, emulator: Emulator) -> None:
     """A weight may serve layers of several strides, sizes and paddings; kept packings go by what `packing` says."""
     packed: dict[object, torch.Tensor] = {}
     shared = 0
-    for choice in drawn(mode, 12 if EVERY else 4):
-        p = choice.problem
+    for choice in drawn(name, 12 if EVERY else 4):
+        p, mode = choice.problem, choice.tile.mode
         weight = torch.randn(p.weight_shape).to(p.dtype)
         for q in {p, p.with_(padding=tuple(n // 2 for n in p.padding), output_padding=(0,) * p.rank)}:
             if MODES[mode].refusal(q, H200) is not None:
@@ -120,7 +128,9 @@ def test_lanes_that_load_together_meet_different_banks(precision: Precision) -> 
         p = Problem.make(
             2, 64, 64, (256,), kernel, stride, padding, dtype=DTYPES[precision], precision=precision, **BACK
         )
-        assert all(t.conflicts == 1 for t in MODES["pairs"].candidates(p, H200))  # type: ignore[attr-defined]
+        q = p.with_(pass_="fwd")
+        for t in (*MODES["pairs"].candidates(p, H200), *MODES["pairs"].candidates(q, H200)):
+            assert t.conflicts == 1  # type: ignore[attr-defined]
     lane = np.arange(32)
     p = Problem.make(2, 32, 24, (16, 48), 4, 2, 1, dtype=DTYPES[precision], precision=precision)
     for t in MODES["phases"].candidates(p, H200):
@@ -161,6 +171,7 @@ RINGS: dict[str, tuple[str, Problem]] = {
     "implicit": ("implicit", Problem.make(2, 160, 72, (5, 7), 3, 2, 1, 1, **LAST)),
     "implicit dX": ("implicit", Problem.make(2, 40, 160, (5, 7), 3, 2, 1, 1, **LAST, **BACK)),
     "pairs": ("pairs", Problem.make(2, 40, 40, (5, 24), 4, 2, 1, **BACK)),
+    "pairs, forward": ("pairs", Problem.make(3, 40, 24, (40,), 8, 4, 2)),
     "phases": ("phases", Problem.make(3, 40, 16, (5, 24), 3, 2, 1)),
     "subpixel": ("subpixel", Problem.make(2, 200, 24, (10, 16), 2, 2)),
     "sweep": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5))),

@@ -1,16 +1,19 @@
-// Pairs: the gradient for the input of a transposed convolution with strides along W, NCHW. A place q of it sums g at
-// q STEP_W + k - PAD_W for all k, channels and rows of the kernel: places x (channels x taps) by (channels x taps) x channels of the result.
+// Pairs: a row's places times channels, NCHW, of passes that step along W in the source or in the result. A place q sums
+//
+//   out[q OUT + u - TRIM] = sum over channels and taps k of source[q STEP + k - PAD] weight[u, k]
+//
+// The gradient for the input steps in the source: STEP is the stride, OUT is 1, and columns are channels of the result. A 1-D forward steps in
+// the result: OUT is the stride, STEP is 1, and columns are channels times phases u, each with as many taps as the kernel has strides.
 //
 // Fragments of A come from a channel's row as the copy engine left it. Where strides, padding and kernels are even, two taps of K that are
-// neighbours are a lane's pair of K: in float32 the places t and t + 4 of a step, in 16 bits a register. Nothing turns g in shared memory,
-// whose traffic is what bounds `gather` here.
+// neighbours are a lane's pair of K: in float32 the places t and t + 4 of a step, in 16 bits a register. Nothing turns the source in shared
+// memory, whose traffic is what bounds `gather` here. (Boxes and descriptors begin at whole 16 bytes, so that a tap is neither's shift.)
 //
-// A row of the result is cut into groups of GROUP places; a block takes GROUPS of them, of whichever rows and images, times COLUMNS
-// columns at a time.
+// A row of places is cut into groups of GROUP; a block takes GROUPS of them, of whichever rows and images, times COLUMNS columns at a time.
 #include "pixels_streamed.cuh"
 
-// Channels of g in a stage have a row of g for each group, and their taps along W are rows of weights. A chunk of them has a stage for each
-// row of the kernel.
+// Channels of the source in a stage have a row for each group, and their taps along W are rows of weights. A chunk of them has a stage for
+// each row of taps.
 template <class C>
 struct Pairs : Streamed<Pairs<C>, C> {
 using Base = Streamed<Pairs, C>;
@@ -19,21 +22,26 @@ using typename Base::Sums;
 using Base::ELEMENT;
 using Base::NARROW;
 using Base::COLUMNS;
+using Base::ALL_COLUMNS;
 using Base::BOX_PLACE;
 
 static constexpr int GROUP = C::group, GROUPS = Base::PLACES / GROUP;
 static constexpr int TAPS = C::kernel_d * C::kernel_h;  // stages of a chunk
-static constexpr int SECOND = C::cin, TAPS_IN_ALL = TAPS * C::kernel_w;
+static constexpr int SECOND = C::forward ? C::cout : C::cin, TAPS_IN_ALL = TAPS * C::taps_w;
+static constexpr int OUT = C::out, TRIM = C::trim;
+static constexpr bool ALIKE = OUT % 2 == 0;
+
+static __device__ __forceinline__ int channel_of(int column) { return column / OUT; }  // of the result
 
 // A step of K has SLOTS slots of `slot` taps: of `slots_lane` neighbouring ones along W, times channels. Further steps have further taps, then
 // further channels.
 static constexpr int SLOTS = 32 / ELEMENT / C::slot;
 static constexpr int CHANNELS_STEP = SLOTS / C::slots_lane;
 static constexpr int STEPS_W = C::kernel_w / C::slot / C::slots_lane;
-static __device__ __forceinline__ constexpr int channel_of(int step, int slot) { return step / STEPS_W * CHANNELS_STEP + slot / C::slots_lane; }
+static __device__ __forceinline__ constexpr int channel_of_slot(int step, int slot) { return step / STEPS_W * CHANNELS_STEP + slot / C::slots_lane; }
 static __device__ __forceinline__ constexpr int tap_of(int step, int slot) { return C::slot * (step % STEPS_W * C::slots_lane + slot % C::slots_lane); }
 // And where a box has it, of its first place, in elements.
-static __device__ __forceinline__ constexpr int slot_at(int step, int slot) { return channel_of(step, slot) * C::pitch + tap_of(step, slot) + C::lead; }
+static __device__ __forceinline__ constexpr int slot_at(int step, int slot) { return channel_of_slot(step, slot) * C::pitch + tap_of(step, slot) + C::lead; }
 
 struct Sizes {
   int d, h, w;                                          // of the result
@@ -47,13 +55,15 @@ static __device__ __forceinline__ Group group_at(int index, const Sizes& s) {
   return {q / s.d, q % s.d, row % s.h, index % s.groups_w * GROUP};
 }
 
-// K is slots. The weight is (C::cout, C::cin, kernel).
+// K is slots. The weight is (C::cout, C::cin, taps), or of a forward (C::cin, C::cout, taps), whose later taps are of earlier pixels.
 static __device__ __forceinline__ WeightAt weight_at(int column, int stage, int row, int k) {
   constexpr int OF_STEP = 32 / ELEMENT;
   int step = row * Base::K_STEPS + k / OF_STEP, place = k % OF_STEP;
   int slot = C::slot == 1 ? place : NARROW ? place / 2 : place % 4, second = C::slot == 1 ? 0 : NARROW ? place % 2 : place / 4;
-  int source = stage / TAPS * C::chunk + channel_of(step, slot), kw = tap_of(step, slot) + second;
-  return {column < C::cout && source < C::cin, column, source, stage % TAPS * C::kernel_w + kw};
+  int source = stage / TAPS * C::chunk + channel_of_slot(step, slot), channel = channel_of(column), kw = tap_of(step, slot) + second;
+  if constexpr (C::forward) kw = (C::kernel_w - 1 - kw) * OUT + column % OUT;
+  bool there = column < ALL_COLUMNS && source < C::cin && kw < C::taps_w;
+  return {there, C::forward ? source : channel, C::forward ? channel : source, stage % TAPS * C::taps_w + kw};
 }
 
 struct Box {
@@ -100,57 +110,60 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, 
     }
 }
 
-static __device__ __forceinline__ void begin(Sums& acc, const Work<Pairs>&, int, int) { zero(acc); }
+static __device__ __forceinline__ void begin(Sums& acc, const Work<Pairs>& work, int tile, int thread) {
+  if constexpr (C::forward) begin_sums<Pairs>(acc, work.bias, Base::block_of(tile) * COLUMNS + thread % 4 * 2);
+  else zero(acc);
+}
 
 static __device__ __forceinline__ void store(const Sums& acc, const Work<Pairs>& work, int tile, int wg, int thread) {
-  if (work.sizes.w % 2 == 0) store_as<true>(acc, work.y, work.sizes, tile, wg, thread);
-  else store_as<false>(acc, work.y, work.sizes, tile, wg, thread);
+  if constexpr (!C::forward) {
+    if (work.sizes.w % 2 == 0) return Base::template store_sums<true, false>(acc, work, tile, wg, thread);
+  }
+  Base::template store_sums<false, C::phases_together>(acc, work, tile, wg, thread);
 }
 
-// A thread's sums: of columns 8j + 2t and the next, places g and g + 8. PAIRED: rows have pairs of places. Then lanes of
-// neighbouring g exchange, and a warp stores 16 places of a column at once.
-template <bool PAIRED>
-static __device__ __forceinline__ void store_as(const Sums& acc, char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
-  constexpr int STORES = PAIRED ? 1 : 2;
-  int lane = thread & 31, odd = PAIRED ? lane >> 2 & 1 : 0, plane = s.d * s.h * s.w;
-  long long at[STORES];                                 // of the place in an image's first channel; -1: there is no such place
+// As `store_sums` asks. Each column goes on from the one before: addresses that follow from columns alone ptxas finds ahead, and spills.
+template <int STORES>
+struct Result {
+  static constexpr int PLACE_8 = 8 * OUT * ELEMENT, CHANNELS_8 = 8 / OUT, PHASES_8 = 8 % OUT;
+  char* own[GROUP > 8 ? 1 : STORES];                    // of a place, at column `of`
+  int w[STORES];                                        // of its first phase in its row; behind the row: there is no such place
+  int of, phase, plane, row;
+
+  __device__ __forceinline__ Result(const Work<Pairs>& work, int tile, int whole, int place, int first)
+      : of(first), phase(first % OUT), plane(work.sizes.d * work.sizes.h * work.sizes.w), row(work.sizes.w) {
+    const Sizes& s = work.sizes;
+    const long long column = (long long)channel_of(first) * plane + phase;
 #pragma unroll
-  for (int h = 0; h < STORES; h++) {
-    int position = wg * 64 + (thread >> 5) * 16 + (h + odd) * 8, index = Base::places_of(tile) * GROUPS + position / GROUP;
-    Group group = group_at(index, s);
-    int w = group.w + position % GROUP + (lane >> 2) - odd;
-    long long row = (long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w;
-    at[h] = index < s.groups && w < s.w ? row + w : -1;
-  }
-  int first = Base::block_of(tile) * COLUMNS + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < COLUMNS / 8; j++) {
-    OPAQUE_2(first, plane);                             // what follows from them is found here, not kept (spills)
-    int of = first + 8 * j;
-    char* channel = y + (long long)of * plane * ELEMENT;
-    u32 v[2][2];                                        // of a place, of a column
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[4 * j + i]);
-    if constexpr (PAIRED) exchange<NARROW>(v, odd);
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      bool column = C::cout % COLUMNS == 0 || of + c < C::cout;
-#pragma unroll
-      for (int h = 0; h < STORES; h++) {
-        char* place = channel + ((long long)c * plane + at[h]) * ELEMENT;
-        bool ok = at[h] >= 0 && column;
-        if constexpr (PAIRED && !NARROW) {
-          const u32 both[4] = {v[0][c], v[1][c]};
-          store_global_64_if(place, both, ok);
-        } else if constexpr (PAIRED) {
-          store_global_if(place, c ? v[0][0] >> 16 | (v[1][0] & 0xffff0000u) : (v[0][0] & 0xffffu) | v[1][0] << 16, ok);
-        } else if constexpr (!NARROW) {
-          store_global_if(place, v[h][c], ok);
-        } else {
-          store_global_16_if(place, v[h][c], ok);
-        }
+    for (int i = 0; i < STORES; i++) {
+      if (i > 0 && GROUP > 8) {
+        w[i] = w[0] + 8 * OUT;
+        continue;
       }
+      const int index = Base::places_of(tile) * GROUPS + (GROUP > 8 ? whole : whole + place + i * 8) / GROUP;
+      const Group group = group_at(index, s);
+      const int within = GROUP > 8 ? whole % GROUP + place : place % 8;
+      const int at = (group.w + within) * OUT - TRIM;
+      own[i] = work.y + ((long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w + at + column) * ELEMENT;
+      w[i] = index < s.groups ? at : row;
     }
   }
-}
+  __device__ __forceinline__ void go(int j) {
+    if (j == 0) return;
+    OPAQUE_2(plane, phase);
+    const bool next = PHASES_8 && phase + PHASES_8 >= OUT;
+    const long long step = ((long long)CHANNELS_8 * plane + PHASES_8 + (next ? plane - OUT : 0)) * ELEMENT;
+    of += 8, phase += PHASES_8 - (next ? OUT : 0);
+#pragma unroll
+    for (auto& each : own) each += step;
+  }
+  __device__ __forceinline__ bool next_channel(int c) const { return c && (OUT == 1 || (!ALIKE && phase == OUT - 1)); }
+  __device__ __forceinline__ char* to(int i, int c) const {
+    return (GROUP > 8 ? own[0] + i * PLACE_8 : own[i]) + (next_channel(c) ? plane - (OUT - 1) : c) * (long long)ELEMENT;
+  }
+  // A place's phases may be ahead of its row and behind it.
+  __device__ __forceinline__ bool there(int i, int c) const {
+    return (u32)(w[i] + (next_channel(c) ? 0 : phase + c)) < (u32)row && (ALL_COLUMNS % COLUMNS == 0 || of + c < ALL_COLUMNS);
+  }
+};
 };

@@ -7,12 +7,15 @@
 //   own_place          where a stage has the first fragments of a thread
 //   load_fragments     of two steps of K
 //   begin, store       a tile's sums
+//   Result             where a thread's sums go (`store_sums`)
 #include "pixels.cuh"
 
 template <class M, class C>
 struct Streamed : PixelsOf<C>, PacksUnits<M> {
 using PixelsOf<C>::ELEMENT;
+using PixelsOf<C>::NARROW;
 using PixelsOf<C>::VEC;
+using typename PixelsOf<C>::Number;
 
 static constexpr int PLACES = 128, COLUMNS = C::columns, ALL_COLUMNS = C::all_columns;
 static constexpr int BOX_PLACE = (C::box_bytes + 127) / 128 * 128;  // where boxes may begin
@@ -75,6 +78,43 @@ struct At { u32 stage, weights; };
 static __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 own, u32 held, int lane) {
 #pragma unroll
   for (int row = 0; row < C::rows; row++) multiply_row<M>(acc, row, at.stage + own, at.weights, held, lane);
+}
+
+// Of a lane's sums v[place][column] what it stores at once, the one of `h` and `c` first.
+template <bool TWO_PLACES, bool TWO_COLUMNS>
+static __device__ __forceinline__ void store_some_of(char* to, const u32 (&v)[2][2], int h, int c, bool ok) {
+  static_assert(NARROW || !(TWO_PLACES && TWO_COLUMNS), "float32 loses by it (docs/experiments.md)");
+  const u32 both[4] = {TWO_PLACES ? v[0][c] : v[h][0], TWO_PLACES ? v[1][c] : v[h][1]};
+  if constexpr (NARROW ? TWO_PLACES && TWO_COLUMNS : TWO_PLACES || TWO_COLUMNS) store_global_64_if(to, both, ok);
+  else if constexpr (!NARROW) store_global_if(to, v[h][c], ok);
+  else if constexpr (TWO_PLACES) store_global_if(to, c ? v[0][0] >> 16 | (v[1][0] & 0xffff0000u) : (v[0][0] & 0xffffu) | v[1][0] << 16, ok);
+  else if constexpr (TWO_COLUMNS) store_global_if(to, v[h][0] | v[h][1] << 16, ok);
+  else store_global_16_if(to, v[h][c], ok);
+}
+
+// A thread's sums: of columns 8j + 2t and the next, places g and g + 8 of a whole 16. TWO_PLACES: places 2i and 2i + 1 are neighbours in
+// memory; then lanes of neighbouring g exchange, and a warp stores 16 places of a column at once. TWO_COLUMNS: columns 2i and 2i + 1 are.
+//
+// M::Result<STORES>, of a tile, a whole 16 of its places, a place of these and the first column, says `to(h, c)`, where the sum goes of the
+// place 8h further and of column c behind the one of `go(j)`, and whether it is `there`.
+template <bool TWO_PLACES, bool TWO_COLUMNS>
+static __device__ __forceinline__ void store_sums(const Sums& acc, const Work<M>& work, int tile, int wg, int thread) {
+  constexpr int STORES = TWO_PLACES ? 1 : 2;
+  const int lane = thread & 31, odd = TWO_PLACES ? lane >> 2 & 1 : 0;
+  const int whole = wg * 64 + (thread >> 5) * 16, place = (lane >> 2) + odd * 7;
+  typename M::template Result<STORES> result(work, tile, whole, place, block_of(tile) * COLUMNS + lane % 4 * 2);
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; j++) {
+    result.go(8 * j);
+    u32 v[2][2];                                        // of a place, of a column
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[4 * j + i]);
+    if constexpr (TWO_PLACES) exchange<NARROW>(v, odd);
+#pragma unroll
+    for (int c = 0; c < (TWO_COLUMNS ? 1 : 2); c++)
+#pragma unroll
+      for (int h = 0; h < STORES; h++) store_some_of<TWO_PLACES, TWO_COLUMNS>(result.to(h, c), v, h, c, result.there(h, c));
+  }
 }
 
 struct Consumer {

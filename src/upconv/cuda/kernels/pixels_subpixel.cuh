@@ -6,7 +6,7 @@
 // `gather` for many channels; of 16 bits A is a descriptor, since those may lie along M.
 //
 // A block has PLACES pixels of an image times COLUMNS columns at a time. Two neighbouring columns of a thread's sums are taps of W side by
-// side, so that it stores them together.
+// side, so that it stores them together; of a layer of one tap it stores two pixels together.
 #include "pixels_streamed.cuh"
 
 template <class C>
@@ -24,7 +24,7 @@ using Base::ALL_COLUMNS;
 static constexpr int ROW_PIXELS = 128 / ELEMENT, CK = ROW_PIXELS;  // of a channel's row in shared memory; channels of a stage
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
-static constexpr bool ALIKE = true;
+static constexpr bool ALIKE = TAPS > 1;
 
 static __device__ __forceinline__ int channel_of(int column) { return column / C::kernel_w % C::cout; }
 
@@ -106,46 +106,37 @@ static __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 own
 
 static __device__ __forceinline__ void store(const Sums& acc, const Work<Subpixel>& work, int tile, int wg, int thread) {
   if constexpr (C::kernel_w == 2 && NARROW) {           // float32 loses by it (docs/experiments.md)
-    if (work.sizes.w % 2 == 0) return store_as<true>(acc, work.y, work.sizes, tile, wg, thread);
+    if (work.sizes.w % 2 == 0) return Base::template store_sums<true, true>(acc, work, tile, wg, thread);
   }
-  store_as<false>(acc, work.y, work.sizes, tile, wg, thread);
+  Base::template store_sums<TAPS == 1, (TAPS > 1)>(acc, work, tile, wg, thread);
 }
 
-// A thread's sums: of columns 8j + 2t and the next, pixels g and g + 8. PAIRS: pixels 2i and 2i + 1 are in one row and have
-// two taps of W each; lanes of neighbouring g exchange, and store 8 bytes.
-template <bool PAIRS>
-static __device__ __forceinline__ void store_as(const Sums& acc, char* __restrict__ y, const Sizes& s, int tile, int wg, int thread) {
-  const Tile t = tile_at(Base::places_of(tile), s);
-  int lane = thread & 31, odd = lane >> 2 & 1, out_w = s.w * C::kernel_w, out_h = s.h * C::kernel_h;
-  int plane = s.pixels * TAPS;
-  y += (long long)t.n * C::cout * plane * ELEMENT;
-  constexpr int STORES = PAIRS ? 1 : 2;
-  int at[STORES];                                       // of the first tap's output in a channel; -1: there is no such pixel
-#pragma unroll
-  for (int h = 0; h < STORES; h++) {
-    int p = t.p + wg * 64 + (thread >> 5) * 16 + (lane >> 2) + (PAIRS ? odd * 7 : h * 8);
-    int w = p % s.w, q = p / s.w, row = q % s.h, d = q / s.h;
-    at[h] = p < s.pixels ? (d * C::kernel_d * out_h + row * C::kernel_h) * out_w + w * C::kernel_w : -1;
-  }
-  int first = Base::block_of(tile) * COLUMNS + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < COLUMNS / 8; j++) {
-    OPAQUE_4(first, plane, out_w, out_h);               // what follows from them is found here, not kept (spills)
-    int of = first + 8 * j, kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout);
-    bool column = ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS;
-    char* channel = y + ((long long)cout * plane + (tap / C::kernel_h * out_h + tap % C::kernel_h) * out_w + kw) * ELEMENT;
-    u32 v[2][2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) v[i / 2][i % 2] = Number::bits(acc[4 * j + i]);
-    if constexpr (PAIRS) exchange<NARROW>(v, odd);
+// As `store_sums` asks.
+template <int STORES>
+struct Result {
+  char* y;
+  long long image, channel;                             // where an image begins, in elements, and column `of` from its first tap
+  int at[STORES];                                       // of a pixel's first tap in a channel; -1: there is no such pixel
+  int first, of, plane, out_w, out_h;
+
+  __device__ __forceinline__ Result(const Work<Subpixel>& work, int tile, int whole, int place, int first) : y(work.y), first(first) {
+    const Sizes& s = work.sizes;
+    const Tile t = tile_at(Base::places_of(tile), s);
+    out_w = s.w * C::kernel_w, out_h = s.h * C::kernel_h, plane = s.pixels * TAPS;
+    image = (long long)t.n * C::cout * plane;
 #pragma unroll
     for (int h = 0; h < STORES; h++) {
-      char* place = channel + (long long)at[h] * ELEMENT;
-      bool ok = at[h] >= 0 && column;
-      const u32 both[4] = {v[h][0], PAIRS ? v[1][0] : v[h][1]};
-      if constexpr (!NARROW || PAIRS) store_global_64_if(place, both, ok);
-      else store_global_if(place, v[h][0] | v[h][1] << 16, ok);
+      int p = t.p + whole + place + h * 8, w = p % s.w, q = p / s.w, row = q % s.h, d = q / s.h;
+      at[h] = p < s.pixels ? (d * C::kernel_d * out_h + row * C::kernel_h) * out_w + w * C::kernel_w : -1;
     }
   }
-}
+  __device__ __forceinline__ void go(int j) {
+    OPAQUE_4(first, plane, out_w, out_h);               // what follows from them is found here, not kept (spills)
+    of = first + j;
+    const int kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout);
+    channel = image + (long long)cout * plane + (tap / C::kernel_h * out_h + tap % C::kernel_h) * out_w + kw;
+  }
+  __device__ __forceinline__ char* to(int h, int c) const { return y + (channel + c * (long long)plane + at[h]) * ELEMENT; }
+  __device__ __forceinline__ bool there(int h, int c) const { return at[h] >= 0 && (ALL_COLUMNS % COLUMNS == 0 || of + c < ALL_COLUMNS); }
+};
 };

@@ -3,11 +3,13 @@
 `gather` makes places columns of N, for which float32 ones must be turned in shared memory, whose traffic bounds it.
 Here they are rows of M, which lanes read as they lie.
 
-`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net: each output has one tap. Columns
-are taps of output channels, and an image's pixels are one long row, since none has a halo.
+`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net, or is one tap: each output has one
+tap. Columns are taps of output channels, and an image's pixels are one long row, since none has a halo.
 
-`pairs` has gradients for the input with strides along W, which are convolutions with strides. Columns are input
-channels, K has each channel of the output once for every tap, and lanes read two neighbouring taps at a time.
+`pairs` has passes that step along W, whose K has each channel of the source once for every tap along a row. Gradients
+for the input are convolutions with strides: columns are input channels, and lanes read two neighbouring taps at a time
+where these are even. Forwards step in the result: columns are phases of output channels, each with a tap for every
+stride that the kernel is long. Upsampling layers of vocoders and of codecs for audio are such.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from upconv.cuda.axes import any_size
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
@@ -32,8 +34,8 @@ _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88,
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16, 8)
 _MOST_ROWS = 3
-_SECTOR = 1.74  # clocks of a consumer for 32 bytes of stores, of two taps a lane
-_STORE = 1.3  # clocks of a consumer for 8 neighbouring results
+_STORE = 7.0  # clocks of a store of a warp's lanes, which have two or four neighbours each
+_SINGLE_STORE = 11.0  # the same of single results
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class Streamed(Tile):
     def sums(self) -> int:
         return self.columns // 2 + 16
 
-    def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, stored: float) -> Work:
-        """`work`, of a box's lines, bytes that lanes load for an instruction, and clocks of a tile's stores. Of weights
-        each row is a line."""
+    def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, together: int) -> Work:
+        """`work`, of a box's lines, bytes that lanes load for an instruction, and results that a lane stores at once.
+        Of weights each row is a line."""
         c = self.c
         instructions = CONSUMERS * 4 * c.rows * c.stages_k
         copied = (c.boxes * c.box_bytes + c.rows * c.columns * SPAN) * c.stages_k
@@ -78,7 +80,7 @@ class Streamed(Tile):
             boxes=c.stages_k * c.boxes,
             shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
-            stored=stored,
+            stored=_PLACES * self.columns / 32 / together * (_STORE if together > 1 else _SINGLE_STORE),
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
@@ -98,8 +100,8 @@ class Subpixel(Streamed):
         lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
         if not lone or any(p.padding) or any(p.output_padding):
             return "the kernel is for layers whose kernel is their stride, without padding"
-        if p.kernel[-1] % 2:
-            return "the kernel stores two taps of a row together"
+        if p.kernel[-1] % 2 and p.taps > 1:
+            return "the kernel stores two taps of a row together, or of layers of one tap two pixels"
         if math.prod(p.size) * p.dtype.itemsize % 16:
             return "channels begin at places off 16 bytes, where no box does"
         if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
@@ -136,7 +138,8 @@ class Subpixel(Streamed):
         return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        return self.work_of(p, gpu, self.c.chunk, 32 * 64, _PLACES * self.columns * self.element / 32 * _SECTOR)
+        of_pixels = self.element == 2 and self.kernel[2] == 2 and p.size[-1] % 2 == 0
+        return self.work_of(p, gpu, self.c.chunk, 32 * 64, 4 if of_pixels else 2)
 
 
 @lru_cache(maxsize=256)
@@ -146,27 +149,59 @@ def _subpixel_tiles(layer: Problem, gpu: Gpu) -> tuple[Subpixel, ...]:
     return fitted((Subpixel(layer, n) for n in _SUBPIXEL_COLUMNS if n < most or n == least), gpu)
 
 
+class _Row(NamedTuple):
+    """A row of `Pairs`: results ``q * out + u - trim`` sum the source at ``q * step + k - pad`` for all ``k``."""
+
+    kernel: int
+    """Taps of a phase ``u``; of a forward those that the layer does not have are zeros."""
+    step: int
+    pad: int
+    out: int
+    trim: int
+
+    @classmethod
+    def of(cls, p: Problem) -> _Row:
+        kernel, stride, pad = p.kernel[-1], p.stride[-1], p.padding[-1]
+        if p.pass_ != "fwd":
+            return cls(kernel, stride, pad, 1, 0)
+        least = -(-kernel // stride)
+        longer = range(least, _MOST_ROWS * SPAN // p.dtype.itemsize + 1)
+        taps = next((n for n in longer if _rows(p, n) <= _MOST_ROWS), least)
+        return cls(taps, 1, taps - 1 - pad // stride, stride, pad % stride)
+
+    def places(self, results: int) -> int:
+        return -(-(results + self.trim) // self.out)
+
+
+def _rows(p: Problem, kernel: int) -> int:
+    """Of a stage's weights, the fewest that have whole channels: with more the ring has fewer stages, and is slower."""
+    of_channel = p.dtype.itemsize * kernel
+    return of_channel // math.gcd(SPAN, of_channel)
+
+
 @dataclass(frozen=True)
 class Pairs(Streamed):
-    """As `Streamed`: columns are input channels; a stage has a row of g, of some channels, for each group of places."""
+    """As `Streamed`: columns are channels and phases; a stage has a row of some channels for each group of places."""
 
     group: int
     """Neighbouring places of a row that a box serves."""
 
     mode = "pairs"
-    serves = (("grad-input", "nchw"),)
+    serves = (("grad-input", "nchw"), ("fwd", "nchw"))
     none = "no tile fits a row of such strides, or the tiles are too many"
 
     @classmethod
     def refused(cls, p: Problem) -> str | None:
+        if p.pass_ == "fwd" and p.rank > 1:
+            return "the kernel is for forwards of one dimension"
         if p.dilation[-1] > 1:
             return "the kernel is for layers without a dilation along the width"
         if p.stride[-1] == 1:
             return "the kernel is for strides along the width"
-        if p.out_size[-1] * p.dtype.itemsize % 16:
+        if source_shape(p)[-1] * p.dtype.itemsize % 16:
             return "rows begin at places off 16 bytes, where no box does"
-        if max(math.prod(p.size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
-            return "the kernel counts a channel's places, and packed weights, in 32 bits"
+        if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:
+            return "the kernel counts a channel's results, and packed weights, in 32 bits"
         return None
 
     @classmethod
@@ -174,30 +209,36 @@ class Pairs(Streamed):
         return _pairs_tiles(any_size(p), gpu)
 
     @property
+    def row(self) -> _Row:
+        return _Row.of(self.problem)
+
+    @property
     def rows(self) -> int:
-        """The fewest that have whole channels: more of them are slower, since the ring then has fewer stages."""
-        of_channel = self.element * self.kernel[2]
-        return of_channel // math.gcd(SPAN, of_channel)
+        return _rows(self.problem, self.row.kernel)
 
     def numbers(self, c: Any) -> None:
         """See kernels/pixels_pairs.cuh."""
-        p, element, kernel = self.problem, self.element, self.kernel
-        step, pad, unit = p.stride[-1], p.padding[-1], 16 // element
-        c.group, c.chunk = self.group, self.rows * SPAN // (element * kernel[2])
+        p, element, unit, row = self.problem, self.element, 16 // self.element, self.row
+        c.forward, c.out, c.trim, c.taps_w = p.pass_ == "fwd", row.out, row.trim, self.kernel[2]
+        # Whether two phases are stored at once: with an even stride rows are even, or odd, at any size.
+        c.phases_together = row.out % 2 == row.trim % 2 == result_shape(p)[-1] % 2 == 0
+        c.group, c.chunk = self.group, self.rows * SPAN // (element * row.kernel)
         # Taps that one load of a lane has: two neighbours, where they lie at even places of shared memory. And how many
         # of these slots, of a step of K, are neighbours along W.
-        c.slot = 1 if kernel[2] % 2 or step % 2 or pad % 2 else 2
-        c.slots_lane = math.gcd(kernel[2] // c.slot, 32 // element // c.slot)
+        c.slot = 1 if row.kernel % 2 or row.step % 2 or row.pad % 2 else 2
+        c.slots_lane = math.gcd(row.kernel // c.slot, 32 // element // c.slot)
         # A group's boxes begin at whole 16 bytes; where they have its first tap.
-        c.first = -pad // unit * unit
-        c.lead = -pad - c.first
-        need = c.lead + (self.group - 1) * step + kernel[2]
-        c.pitch = _fewest_conflicts(element, need, c.slot, c.slots_lane, step, c.lead)[0]
-        for name, values in (("kernel", kernel), ("step", self.strides), ("dilation", triple(p.dilation))):
-            c.of_axes(name, values)
-        c.of_axes("pad", triple(p.padding, 0))
-        stages_k = -(-c.cin // c.chunk) * kernel[0] * kernel[1]
-        self.stage(c, c.cout, stages_k, _PLACES // self.group, c.chunk * c.pitch * element)
+        c.first = -row.pad // unit * unit
+        c.lead = -row.pad - c.first
+        need = c.lead + (self.group - 1) * row.step + row.kernel
+        c.pitch = _fewest_conflicts(element, need, c.slot, c.slots_lane, row.step, c.lead)[0]
+        d, h, _ = self.strides
+        c.of_axes("step", (d, h, row.step))
+        c.of_axes("kernel", (*self.kernel[:2], row.kernel))
+        c.of_axes("dilation", triple(p.dilation))
+        c.of_axes("pad", (*triple(p.padding, 0)[:2], row.pad))
+        stages_k = -(-c.cin // c.chunk) * c.kernel_d * c.kernel_h
+        self.stage(c, c.cout * row.out, stages_k, _PLACES // self.group, c.chunk * c.pitch * element)
 
     @property
     def fits(self) -> bool:
@@ -216,25 +257,27 @@ class Pairs(Streamed):
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
-        return self.columns, self.c.chunk, self.c.slot, self.c.slots_lane, self.problem.precision
+        c = self.c
+        return c.forward, self.columns, c.chunk, c.slot, c.slots_lane, c.out, self.problem.precision
 
     def groups(self, p: Problem) -> tuple[int, int]:
-        """Of a row of the gradient, and in all."""
-        of_row = -(-p.size[-1] // self.group)
-        return of_row, p.batch * math.prod(p.size[:-1]) * of_row
+        """Of a row of places, and in all."""
+        *rows, results = result_shape(p)[2:]
+        of_row = -(-self.row.places(results) // self.group)
+        return of_row, p.batch * math.prod(rows) * of_row
 
     def tiles(self, p: Problem) -> int:
         return int(-(-self.groups(p)[1] // self.c.boxes) * self.c.blocks)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
-        return *triple(p.size), *self.groups(p), 0, self.tiles(p)
+        return *triple(result_shape(p)[2:]), *self.groups(p), 0, self.tiles(p)
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
         c, element = self.c, self.element
         loads = 8 if element == 2 and c.slot == 1 else 4  # of a fragment, whose lanes have 128 bytes each time
         row = -(-(c.pitch * element + c.first * element % 128) // 128)
-        loaded, stored = 4 * loads * self.conflicts * 128, _PLACES * self.columns / 8 * _STORE
-        return self.work_of(p, gpu, c.chunk * row, loaded, stored)
+        together = c.phases_together if c.forward else p.size[-1] % 2 == 0
+        return self.work_of(p, gpu, c.chunk * row, 4 * loads * self.conflicts * 128, 2 if together else 1)
 
 
 @lru_cache(maxsize=1024)
@@ -259,6 +302,6 @@ def _fewest_conflicts(element: int, need: int, slot: int, slots_lane: int, strid
 @lru_cache(maxsize=256)
 def _pairs_tiles(layer: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
     """A layer's tiles for all sizes."""
-    few = layer.in_channels <= _PAIRS_COLUMNS[-1]
-    columns = [n for n in _PAIRS_COLUMNS if few or n < 2 * layer.in_channels]
+    every = result_shape(layer)[1] * _Row.of(layer).out
+    columns = [n for n in _PAIRS_COLUMNS if every <= _PAIRS_COLUMNS[-1] or n < 2 * every]
     return fitted((Pairs(layer, *shape) for shape in product(columns, _GROUPS)), gpu)
