@@ -627,6 +627,25 @@ def test_what_replays_a_frozen_layer_ends_with_its_promise(
 
 
 @needs_gxx
+def test_a_frozen_weight_that_is_read_as_it_is_is_replayed_as_any_other(
+    machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept of it, so that nobody looks for a copy, and a change that nothing counts is seen."""
+    looked: list[int] = []
+    held = weights.held
+    monkeypatch.setattr(LoggedData, "pack", lambda self, weight: weight)
+    layers = FrozenLayers(machine, kernels, monkeypatch)
+    monkeypatch.setattr(weights, "held", lambda weight: looked.append(1) or held(weight))
+    for model in layers.models:
+        looked.clear()
+        out = layers.replayed(model, packs=True)
+        assert looked == [] and weights.is_frozen(model[0].weight) and layers.copies(model) == []  # type: ignore[index]
+        assert_equal(out, layers.truth(model))
+        model[0].weight.data.mul_(0.5)  # type: ignore[index]
+        assert_equal(layers.replayed(model, packs=True), layers.truth(model))
+
+
+@needs_gxx
 def test_replays_of_a_frozen_layer_on_other_streams(
     frozen_layers: FrozenLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,8 @@ class Runner(_Runner):
         capturing = _capturing()
         entry = weights.held(weight) if weights.frozen and not capturing else None
         packed = None if entry is None else self.kept(entry, weight, lasting)
+        if packed is weight:  # which the kernel reads as it is
+            packed = None
         if weight.dtype is not x.dtype:
             if not self.casts:
                 weight = weight.to(x.dtype)

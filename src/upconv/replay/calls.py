@@ -67,7 +67,7 @@ class Call:
 
     __slots__ = (
         "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "inference",
-        "layers", "operation",
+        "layers", "operation", "runner",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
@@ -79,6 +79,8 @@ class Call:
         self.layers: list[Any] = [None, None, None]
         """What replays it (`upconv.replay.replays`), once it is recorded: without its gradients, with them, and of a
         frozen weight."""
+        self.runner: Any = None
+        """Whose copies of frozen weights are read; False where weights are read as they are, None if not known yet."""
         self._kind = "cuda" if input.is_cuda else "cpu"
         self.autocast = dtype if torch.is_autocast_enabled(self._kind) else None
         """What autocast turns the input into; None where it is off."""

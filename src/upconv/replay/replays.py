@@ -40,19 +40,25 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
     """The result of a call that is known; None where Python must compute it.
 
     ``training``: whether its gradients are recorded. Whoever computes a frozen weight's gradient ends the promise, of
-    which a replay knows nothing. Other calls of a frozen weight are replayed with its packed copy in its place. Python
-    looks for the copy each time: no recording holds it.
+    which a replay knows nothing. Other calls of a frozen weight are replayed with its packed copy in its place, which
+    Python looks for each time: no recording holds it. Where the kernel reads weights as they are, none is kept.
     """
     if engine._collectors:
         return None
     operation = known.operation if training else known.inference
     slot, read = int(training), weight
-    if weights.frozen and (entry := weights.held(weight)) is not None:
-        if training or capturing() or (runner := operation.runner(weight.get_device())) is None:
+    kept = weights.frozen and (training or known.runner is not False)
+    if kept and (entry := weights.held(weight)) is not None:
+        if training or capturing():
             return None
-        slot, read = 2, runner.kept(entry, weight, makes=False)
-        if read is None:  # the call in Python makes it
+        known.runner = known.runner or operation.runner(weight.get_device()) or False
+        copy = known.runner.kept(entry, weight, makes=False) if known.runner else weight
+        if copy is None:  # the call in Python makes it
             return None
+        if copy is weight:
+            known.runner = False
+        else:
+            slot, read = 2, copy
     layer = known.layers[slot]
     if layer is NEVER:
         return None
