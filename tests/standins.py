@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conftest import _forget_plans
 from upconv import convolutions, cpu, modules, planner, reference
-from upconv.cuda import engine, families, family, gpu
+from upconv.cuda import bias, engine, families, family, gpu
 from upconv.cuda import weights as packed
 from upconv.cuda.cost import Cost
 from upconv.cuda.launches import Given, Launch, Unit
@@ -165,6 +165,7 @@ def kernels_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
     monkeypatch.setattr(engine, "_capturing", lambda: False)
     monkeypatch.setattr(packed, "current_stream", lambda index: 0)
+    monkeypatch.setattr(bias, "serves", lambda p: False)  # however large: it would be launched
     monkeypatch.setattr(packed, "_record", lambda index: 0)
     monkeypatch.setattr(planner, "plan", lambda p, d: plans.setdefault(p, planner._plan_cuda(p, H200)))
     yield found
