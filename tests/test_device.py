@@ -40,7 +40,7 @@ def text_of(found: tuple[Kernel, ...]) -> str:
     """All device code of a file, with its includes."""
     includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
     templates = device.templates(found, H200)
-    return includes + device.spaced(templates, *(device.constants(k, templates) for k in found))
+    return includes + device.spaced(templates, *(device.constants(k, found, templates) for k in found))
 
 
 @pytest.fixture(scope="module", params=LAYERS)

@@ -261,7 +261,7 @@ def check_launches(found: Iterable[Kernel], p: Problem, gpu: Gpu, count: int = 2
     """Compares what a file computes for its launches with the library's records, at several sizes."""
     for k in found:
         names = of_sizes()
-        exec(sizes.python(k, gpu), names)
+        exec(sizes.python([k], gpu), names)
         for q in other_sizes(p, count):
             inner, outer = ((1,) * (3 - q.rank) + size for size in (q.size, q.out_size))
             axes = (outer, inner) if k.pass_ == "grad-input" else (inner, outer)

@@ -149,7 +149,7 @@ def _source(p: Problem, gpu: Gpu, name: str, found: tuple[Kernel, ...]) -> str:
     return _SOURCE.format(
         name=name, unit=_UNIT, lack=lack, strides=" * ".join(map(str, p.stride)), **axes,
         includes="".join(f"#include <{one}>\n" for one in device.includes(found)),
-        device=device.spaced(templates, *(device.constants(k, templates) for k in found)),
+        device=device.spaced(templates, *(device.constants(k, found, templates) for k in found)),
         helpers=cpp.c_helpers(found),
         functions="\n".join(_functions(name, k, gpu) for k in found),
     )  # fmt: skip

@@ -46,12 +46,17 @@ def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     return "\n".join(_folded(found, gpu.arch))
 
 
-def constants(k: Kernel, templates: str) -> str:
-    """The struct of constants by which a pass' kernels are instantiated; those that the templates read, by type."""
+def constants(k: Kernel, found: Sequence[Kernel], templates: str) -> str:
+    """The struct of constants by which a pass' kernels are instantiated; those that the templates read, by type.
+
+    It inherits those of an earlier pass with the same templates, and has what differs.
+    """
     read = set(re.findall(r"\bC::(\w+)", templates))
-    lines = [f"struct {k.config} {{"]
+    like = next(one for one in found if _file(one) == _file(k))
+    alike = set(_members(like)) if like is not k else set()
+    lines = [f"struct {k.config}{f' : {like.config}' if alike else ''} {{"]
     for kind, name, value in sorted(_members(k), key=lambda one: one[0] == "bool"):
-        if name.partition("[")[0] not in read:
+        if name.partition("[")[0] not in read or (kind, name, value) in alike:
             continue
         begin, one = f"  static constexpr {kind} ", f"{name} = {value};"
         if lines[-1].startswith(begin) and len(lines[-1]) + len(one) < WIDTH:

@@ -44,7 +44,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
     """
     found = passes.kernels(p, gpu, forward_only)
     names = {one: name for one, name in passes.NAMES.items() if one == "fwd" or not forward_only}
-    launches = "\n\n".join(sizes.python(k, gpu) for k in found)
+    launches = sizes.python(found, gpu)
     by_flags = p.precision == "tf32"
     values = {
         "HEAD": head(p, signature, gpu, found, forward_only),
@@ -109,7 +109,7 @@ def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:
     templates = device.templates(found, gpu)
     parts = [
         cpp.INCLUDES + "".join(f"#include <{name}>\n" for name in device.includes(found)),
-        device.spaced(templates, *(f"{_banner(k)}\n{device.constants(k, templates)}" for k in found)),
+        device.spaced(templates, *(f"{_banner(k)}\n{device.constants(k, found, templates)}" for k in found)),
         cpp.helpers(found),
         *map(cpp.definition, found),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +34,25 @@ class Signature:
 
     def model(self) -> str:
         """The class up to the layer, as source."""
-        parameters = ",\n        ".join(
-            f"{name}: {kind}" + (f" = {default}" if default else "") for name, kind, default in self.parameters
-        )
-        handed = "".join(f"            {name}={value},\n" for name, value in self.handed)
+        parameters = [f"{name}: {kind}" + (f" = {default}" if default else "") for name, kind, default in self.parameters]
+        given = ["in_channels", "out_channels", *(f"{name}={value}" for name, value in self.handed)]
         return (
             "class ModelNew(nn.Module):\n"
             f'    """{self.doc}"""\n\n'
-            f"    def __init__(\n        self,\n        {parameters},\n    ) -> None:\n"
+            f"    def __init__(\n{_filled('self', *parameters)}\n    ) -> None:  # fmt: skip\n"
             "        super().__init__()\n"
-            f"        self.{self.attribute} = Layer(\n"
-            f"            in_channels,\n            out_channels,\n{handed}        )\n"
+            f"        self.{self.attribute} = Layer(\n{_filled(*given, indent=12)}\n        )  # fmt: skip\n"
         )
+
+
+def _filled(*items: str, indent: int = 8) -> str:
+    """Items of a list, each with a comma, in as few lines as they need."""
+    text = " ".join(f"{one.replace(' ', _FIXED)}," for one in items)
+    margin = " " * indent
+    return textwrap.fill(text, 120, initial_indent=margin, subsequent_indent=margin).replace(_FIXED, " ")
+
+
+_FIXED = "\u00a0"  # a space at which no line is broken
 
 
 # (whether sizes are tuples: "int", "tuple", or "kernel" for the kernel's alone; the arguments behind kernel_size)

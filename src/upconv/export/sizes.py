@@ -7,6 +7,7 @@ They name ``batch``, ``processors``, and the depth, height and width of what is 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upconv.cuda.direct import costs, direct, tiles
@@ -57,8 +58,20 @@ def of(k: Kernel, gpu: Gpu) -> Sizes:
     return _direct_weight(c, gpu) if k.pass_ == "grad-weight" else _direct(c)
 
 
-def python(k: Kernel, gpu: Gpu) -> str:
-    """The function of a file that computes them, of (depth, height, width) of source and result."""
+def python(found: Sequence[Kernel], gpu: Gpu) -> str:
+    """The functions of a file that compute them, of (depth, height, width) of source and result."""
+    bodies: dict[str, str] = {}
+    for k in found:
+        bodies[k.name] = _body(k, gpu)
+    texts = []
+    for name, body in bodies.items():
+        first = next(one for one in bodies if bodies[one] == body)
+        head = f"def {name}_launch(batch, source, result, processors):\n"
+        texts.append(f"{head}{body}\n" if first == name else f"{name}_launch = {first}_launch  # tiles are alike\n")
+    return "\n\n".join(texts)
+
+
+def _body(k: Kernel, gpu: Gpu) -> str:
     s = of(k, gpu)
     numbers = ", ".join(s.numbers).replace(", ".join(_SOURCE), "*source").replace(", ".join(_RESULT), "*result")
     lines = [f'"""({"blocks, slices of sums" if s.slices else "blocks"}, sizes): {s.what}"""']
@@ -68,7 +81,7 @@ def python(k: Kernel, gpu: Gpu) -> str:
     for tensor, names in (("source", _SOURCE), ("result", _RESULT)):
         for axis, name in enumerate(names):
             body = body.replace(name, f"{tensor}[{axis}]")
-    return f"def {k.name}_launch(batch, source, result, processors):\n{body}\n"
+    return body
 
 
 def c(k: Kernel, gpu: Gpu) -> list[str]:
