@@ -340,11 +340,6 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
-  u32 v = 0;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
@@ -464,7 +459,7 @@ template <> struct NumberOf<TF32> : Float32 {};
 
 // `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
 // memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+// Without ADDS D is A B.
 template <int N> struct WgmmaOf;
 
 #define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
@@ -586,7 +581,7 @@ static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
 static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 // Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+// some tap reads. A segment has its planes one behind the other.
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = C::tile_n * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
@@ -746,7 +741,7 @@ static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { r
 
 constexpr int PACK_THREADS = 256;
 
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+// A weight as precision P multiplies it, in the low bits.
 template <int P>
 __device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
@@ -760,8 +755,7 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
-// leaves of it.
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
 struct WeightAt { bool there; int first, second, tap; bool low = false; };
 
 // Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
@@ -791,7 +785,7 @@ struct UnitWriter {
 
 // What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
 // dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+// The weight is contiguous, or has taps `tap_step` elements apart.
 template <class K>
 struct PacksUnits {
   template <class Weight>
@@ -841,7 +835,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_s
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
-// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
+// Every tile's weights stream through.
 template <class C>
 __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
   using G = GatherWork<C>;
@@ -899,54 +893,11 @@ __device__ __forceinline__ void end() {}
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
-// Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
-// stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
-//
-// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
-// C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
-// q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
-
-template <class C>
-struct Shuffle {
-static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
-static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
-
-struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
-
-static __device__ __forceinline__ Line line_at(int line) {
-  return {line / (C::layer_stride_d * C::layer_stride_h), line / C::layer_stride_h % C::layer_stride_d, line % C::layer_stride_h};
-}
-
-struct Row {                                             // of M
-  bool exists;
-  int line, place;                                       // line of its slab, and which of the INNER
-  int channel, d, h, w;                                  // and phases
-};
-
-static __device__ __forceinline__ Row row_at(int row) {
-  int within = row % 16, of_slab = within / C::inner, number = row / 16 * C::per_slab + of_slab;
-  Line line = line_at(number);
-  int place = within % C::inner, channel = line.channel;
-  return {of_slab < C::per_slab && number < C::lines, of_slab, place, channel, line.d, line.h, place};
-}
-
-// The weight (input channels, output channels, kernel) of a row of M and an input channel for a tap of the layer without its stride: `found`
-// has that tap, and whether it exists.
-static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int channel) {
-  Row of = row_at(row);
-  int d = found.tap / (TAPS_H * TAPS_W) * C::layer_stride_d + of.d - C::zeros_d;
-  int h = found.tap / TAPS_W % TAPS_H * C::layer_stride_h + of.h - C::zeros_h;
-  int w = found.tap % TAPS_W * C::layer_stride_w + of.w - C::zeros_w;
-  found.there = found.there && of.exists && (u32)d < C::layer_kernel_d && (u32)h < C::layer_kernel_h && (u32)w < C::layer_kernel_w;
-  found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
-}
-};
-
-// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
-template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
-
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
+
+// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
+template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
 
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
@@ -958,7 +909,7 @@ using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
 static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
+static constexpr int SECOND = C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 2 * 128;
 
@@ -981,12 +932,8 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    if constexpr (SHUFFLED) {
-      Shuffle<C>::find_weight(found, m, k);
-    } else {
-      found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
-      found.second = C::grad_input ? k : m;
-    }
+    found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
+    found.second = C::grad_input ? k : m;
     return found;
   });
 }
@@ -1039,11 +986,11 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 }
 };
 
-// The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
+// The tensor copy engine brings pixels: NCHW to slots, else to tiles.
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
 template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;
@@ -1186,19 +1133,11 @@ static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // 
 }
 static constexpr int SUBTILES_AT_ONCE = 2;  // that a matrix instruction takes; groups of columns lie evenly over both
 
-// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
-static __device__ __forceinline__ constexpr bool halves_alike() {
-  for (int nb = 1; false; nb++)
-    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
-  return true;
-}
 static __device__ __forceinline__ int rows_to(int nb, int first) {
-  constexpr bool alike = halves_alike();
-  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
+  return pixel_row_of(nb) - pixel_row_of(0);
 }
 
-// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
+// Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
 u32 start;
 int first;                                              // its first subtile
 u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
@@ -1227,7 +1166,7 @@ __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], con
 
 };
 
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share.
 
 // 0 to N - 1.
 template <int...>
@@ -1253,7 +1192,7 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   wgmma_fence();
   pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
@@ -1318,12 +1257,10 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
 }
 };
 
-// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
-// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
+// Sums to memory: what all ways to store share.
 
 // A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
-// of all warps that hold these.
+// RUN x C::w_subs consecutive outputs, through a buffer of the warp.
 template <class C>
 struct Runs : Columns<C> {
 using G = GatherWork<C>;
@@ -1338,20 +1275,9 @@ static __device__ __forceinline__ constexpr int first_of(int r) { return r * SUB
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
-// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
-// after unrolling, and until then the compiler keeps all sums in memory.
-static __device__ __forceinline__ constexpr u64 packed_blocks() {
-  u64 packed = 0;
-  packed |= (u64)(1);
-  return packed;
-}
-static __device__ __forceinline__ constexpr int block_of_w(int u) {
-  constexpr u64 packed = packed_blocks();
-  return (int)(packed >> 4 * u & 15) - 1;
-}
 // Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
 static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
-  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
+  return acc[0][nb][e];
 }
 };
 
@@ -1436,39 +1362,6 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
   }
 }
 
-// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
-// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
-// of rows by themselves, as below, is slower for float32.
-static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
-  constexpr int ROWS = 4;  // at a time: of kernels that have other ways beside, eight spill
-#pragma unroll
-  for (int from_row = 0; from_row < 8; from_row += ROWS) {
-    char* row[ROWS];
-    u32 from[ROWS];
-    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-      int r = from_row + k;
-      char* first = to + r * plane;
-      at[k] = lane * 4 - ((int)(u64)first & 31);
-      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
-    }
-    // What follows of a row is at known distances. A place for each output takes a third more instructions.
-#pragma unroll
-    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
-      u32 v[ROWS];
-      bool in[ROWS];
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) {
-        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
-        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
-    }
-  }
-}
-
 };
 
 template <class C>
@@ -1483,17 +1376,6 @@ static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
-  constexpr int TOGETHER = 2;
-#pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
   u32 to = at + (0 ^ order) * 4;
   store_shared_f32x2(to, v[0], v[0 ^ 1]);
 }
@@ -1518,8 +1400,7 @@ template <int UNIT>
 static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
-  if constexpr (UNIT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
@@ -1553,9 +1434,11 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
         int rows = 8;
         u32 row = buffer + g * Rows::PITCH;
         {
-          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * 4>(misaligned)) pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          if (is_at<16>(misaligned)) {
+            pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else {
+            pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          }
         }
         __syncwarp();
       }
@@ -1563,9 +1446,9 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   }
 }
 
-// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
+// Whether all rows begin and end at multiples of UNIT bytes, where C::store_unit does not say so.
 template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || ((misaligned & (UNIT - 1)) == 0); }
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return (misaligned & (UNIT - 1)) == 0; }
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -1577,17 +1460,15 @@ static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_u
 // W sub-position. K is input channels x taps, in chunks of ck channels.
 //
 // Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//   producers  load the input tile with its halo once per chunk. NCHW: copies into a staging slot (bytes in flight:
 //              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//              channels and rounds to TF32.
 //   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
 //              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
 //              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
-// `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
-// so that one stores while the other multiplies.
+//   one thread streams the weights' fragments through a ring.
 //
-// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
+// Constants are Gather's C; sizes of the input are arguments.
 
 template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
 
@@ -1615,12 +1496,15 @@ static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 // --- consumers --------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+  // By a shuffle ptxas knows that branches over a warp's number do not part it.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
   typename G::Order order(s);
+  // the first turn is warpgroup 0's
+        // asks for the next tile ahead of the stores, which hide the wait
   int following = 0;
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = following, turn++) {
@@ -1661,7 +1545,7 @@ struct Given {
   const Type* bias;
   char* y;
 };
-// Of a result or, boxed, of weights the last.
+// The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
@@ -2171,8 +2055,6 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
 }
 };
 
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
-// their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
 struct WgradUnits {
   using C = typename T::C;
@@ -2211,13 +2093,11 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
   u64 b = upper | ((x & 0x3ffff) >> 4);
   float (&d)[ROWS * (C::block_ci / 2)] = *(float (*)[ROWS * (C::block_ci / 2)])&acc[0][first * (C::block_ci / 2)];
-  // A described has rows of channels, as B has in channels_last.
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
   if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
-  else ;
 }
 
 // A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
@@ -2250,29 +2130,15 @@ static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const un
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
-// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
-// 64 / subs channels), N = block_ci input channels, K = pixels. Interleaved: these taps are neighbours along W, and their rows
-// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns step_w apart of many.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. a_shared (16-bit
-//      rows of 64 channels): by descriptor, at any pixel.
+// The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
+// 64 / subs channels), N = block_ci input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
-//      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
-// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+//      rounded to TF32 on the way.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
-// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
-// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
-// Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
+// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap.
 //
-// K is split over ranges of chunks; a block leaves a record of its sums, and `reduce` adds the records. Where all blocks run at once (a
-// cooperative launch), those of a tile wait for each other and add them in the same order. A block that has the only split (alone) has
-// nothing to add: it stores the weight's gradient from its own shared memory.
-//
-// Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how records become the weight's gradient).
+// K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
 
 // A block's sums as a record, in shared memory and at its place in global memory.
 // WAITS: until it is there.
@@ -2422,8 +2288,7 @@ struct Forward {
   static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 3, fragment_sets = 3, entries[2] = {0, 3};
   static constexpr int tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0}, first_of_stretches[1] = {0};
   static constexpr int run_groups = 16, store_unit = 8, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = false, boxed = false;
-  static constexpr bool claimed = true;
+  static constexpr bool channels_last = false, resident = false, grad_input = false, boxed = false, claimed = true;
 };
 
 // =====================================================================================================================
@@ -2431,16 +2296,9 @@ struct Forward {
 // halved, weights ring of 3 x 4 fragments, 214 KB shared.
 // =====================================================================================================================
 
-struct GradInput {
-  static constexpr int cin_g = 128, first_w = 0, columns = 130, plane = 130, precision = 0, ck = 32, tile_n = 2;
-  static constexpr int tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2, stages_s = 2;
-  static constexpr int fetch = 1, box_units = 33, column_pad = 0, cout_g = 128, mb = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 4, ring_fragments = 12, cout = 128, taps = 3, sub_w = 64, w_subs = 1, subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 3, fragment_sets = 3, entries[2] = {0, 3};
-  static constexpr int tap_rows[3] = {0, 1, 2}, tap_indices[3] = {0, 1, 2}, first_of_stretches[1] = {0};
-  static constexpr int run_groups = 16, store_unit = 8, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool channels_last = false, strided_box = false, resident = false, grad_input = true, boxed = false;
-  static constexpr bool claimed = true;
+struct GradInput : Forward {
+  static constexpr int first_w = 0, column_pad = 0, tap_indices[3] = {0, 1, 2};
+  static constexpr bool grad_input = true;
 };
 
 // =====================================================================================================================
@@ -2452,9 +2310,8 @@ struct GradWeight {
   static constexpr int precision = 0, cout = 128, block_ci = 128, block_co = 64, g_columns = 130, g_units = 34;
   static constexpr int g_pitch = 140, tile_n = 1, kernel_w = 3, taps_w = 3, tile_w = 128, g_rows_h = 1, warpgroups = 3;
   static constexpr int entries = 1, stages = 2, unrolled = 16, stack = 1, row_classes = 1, line_bytes = 512;
-  static constexpr int segment = 128, g_width = 32, run = 1, run_words = 0, producer_registers = 56;
-  static constexpr int consumer_registers = 152;
-  static constexpr bool channels_last = false, lines = false;
+  static constexpr int segment = 128, producer_registers = 56, consumer_registers = 152;
+  static constexpr bool channels_last = false;
 };
 
 }  // namespace kernels
@@ -2631,13 +2488,7 @@ def forward_launch(batch, source, result, processors):
     return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
-def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tile after tile of 2x1x1x128 positions (NxDxHxW)."""
-    tiles_d = result[0]
-    tiles_h = result[1]
-    tiles_w = ceil(result[2], 128)
-    tiles = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
-    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
+grad_input_launch = forward_launch  # tiles are alike
 
 
 def grad_weight_launch(batch, source, result, processors):
@@ -2851,27 +2702,14 @@ class ModelNew(nn.Module):
     """KernelBench level 1, problem 64: ModelNew(128, 128, 3)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
-        output_padding: int = 0,
-        groups: int = 1,
-        bias: bool = False,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,
+        output_padding: int = 0, groups: int = 1, bias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv1d_transpose = Layer(
-            in_channels,
-            out_channels,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            output_padding=output_padding,
-            groups=groups,
-            bias=bias,
-        )
+            in_channels, out_channels, kernel_size=kernel_size, stride=stride, padding=padding,
+            output_padding=output_padding, groups=groups, bias=bias,
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, length) or the same without batch, any sizes -> likewise."""

@@ -422,7 +422,7 @@ template <> struct NumberOf<TF32> : Float32 {};
 
 // `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
 // memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+// Without ADDS D is A B.
 template <int N> struct WgmmaOf;
 
 #define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
@@ -513,7 +513,7 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
 
 constexpr int PACK_THREADS = 256;
 
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+// A weight as precision P multiplies it, in the low bits.
 template <int P>
 __device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
@@ -527,8 +527,7 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
-// leaves of it.
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
 struct WeightAt { bool there; int first, second, tap; bool low = false; };
 
 // Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
@@ -558,7 +557,7 @@ struct UnitWriter {
 
 // What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
 // dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+// The weight is contiguous, or has taps `tap_step` elements apart.
 template <class K>
 struct PacksUnits {
   template <class Weight>
@@ -644,7 +643,7 @@ static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
 static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction takes 32 bytes of K
 static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 // Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+// some tap reads. A segment has its planes one behind the other.
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = C::rows_h * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
@@ -784,11 +783,11 @@ struct Walk {
   }
 };
 
-// The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
+// The tensor copy engine brings pixels: NCHW to slots, else to tiles.
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
 template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;
@@ -1667,8 +1666,6 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
 }
 };
 
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
-// their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
 struct WgradUnits {
   using C = typename T::C;
@@ -1714,13 +1711,11 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   using Wgmma = WgmmaOf<ROWS * T::N_WIDTH>;
   u64 b = upper | ((x & 0x3ffff) >> 4);
   float (&d)[ROWS * (C::block_ci / 2)] = *(float (*)[ROWS * (C::block_ci / 2)])&acc[0][first * (C::block_ci / 2)];
-  // A described has rows of channels, as B has in channels_last.
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
 static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
   if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
-  else ;
 }
 
 // A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
@@ -1759,29 +1754,19 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
-// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
-// 64 / subs channels), N = block_ci input channels, K = pixels. Interleaved: these taps are neighbours along W, and their rows
-// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns step_w apart of many.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. a_shared (16-bit
-//      rows of 64 channels): by descriptor, at any pixel.
+// The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
+// 64 / subs channels), N = block_ci input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
-//      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
-// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+//      rounded to TF32 on the way.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
-// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
-// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
-// Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
+// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap.
+// Or a column of taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of
+// one instruction. Then a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels. Chunks are
+// of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all of its rows: ptxas waits
+// for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
 //
-// K is split over ranges of chunks; a block leaves a record of its sums, and `reduce` adds the records. Where all blocks run at once (a
-// cooperative launch), those of a tile wait for each other and add them in the same order. A block that has the only split (alone) has
-// nothing to add: it stores the weight's gradient from its own shared memory.
-//
-// Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
-// instructions), wgrad_sums.cuh (how records become the weight's gradient).
+// K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
 
 // A block's sums as a record, in shared memory and at its place in global memory.
 // WAITS: until it is there.
@@ -1934,7 +1919,7 @@ struct Forward {
   static constexpr int slot_columns = 24, b_columns = 72, first_slot = 0, tap_entries = 9;
   static constexpr int tap_rows[9] = {0, 1, 2, 102, 103, 104, 204, 205, 206};
   static constexpr int tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0}, stages = 3, stages_w = 4, w_stage = 6;
-  static constexpr bool channels_last = false, strided_box = false, grad_input = false, turns = false;
+  static constexpr bool channels_last = false, grad_input = false, turns = false;
 };
 
 // =====================================================================================================================
@@ -1942,14 +1927,13 @@ struct Forward {
 // of 8 channels, weights resident, 209 KB shared.
 // =====================================================================================================================
 
-struct GradInput {
-  static constexpr int cin_g = 24, first_w = 0, columns = 18, plane = 18, precision = 0, cin = 24, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 1, tile_h = 14, tile_w = 16, rows_h = 16, planes = 1, stages_p = 4, stages_s = 4;
-  static constexpr int fetch = 1, first_h = 0, box_units = 5, column_pad = 0, cout = 48, producer_registers = 48;
-  static constexpr int consumer_registers = 208, nb = 2, taps = 9, slots = 3, slot_columns = 48, b_columns = 144;
-  static constexpr int first_slot = -2, tap_entries = 9, tap_rows[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38};
-  static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, stages = 4, stages_w = 3, w_stage = 9;
-  static constexpr bool channels_last = false, strided_box = false, grad_input = true, turns = true;
+struct GradInput : Forward {
+  static constexpr int cin_g = 24, first_w = 0, columns = 18, plane = 18, cin = 24, tile_h = 14, tile_w = 16;
+  static constexpr int rows_h = 16, stages_p = 4, stages_s = 4, first_h = 0, box_units = 5, column_pad = 0, cout = 48;
+  static constexpr int nb = 2, slot_columns = 48, b_columns = 144, first_slot = -2;
+  static constexpr int tap_rows[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38}, tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int stages = 4, stages_w = 3, w_stage = 9;
+  static constexpr bool grad_input = true, turns = true;
 };
 
 // =====================================================================================================================
@@ -1962,7 +1946,7 @@ struct GradWeight {
   static constexpr int g_pitch = 44, tile_n = 1, taps_d = 2, sets_d = 2, tile_d = 2, step_h = 1, taps_h = 3, tile_h = 2;
   static constexpr int taps_w = 3, tile_w = 32, g_rows_d = 3, g_rows_h = 2, warpgroups = 3, subs = 2, entries = 3;
   static constexpr int stages = 2, unrolled = 4, stack = 3, row_classes = 1, line_bytes = 128, segment = 128;
-  static constexpr int g_width = 32, run = 1, run_words = 0, producer_registers = 56, consumer_registers = 152;
+  static constexpr int producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 
@@ -2359,29 +2343,14 @@ class ModelNew(nn.Module):
     """KernelBench level 1, problem 70: ModelNew(48, 24, 3)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
-        output_padding: int = 0,
-        dilation: int = 1,
-        groups: int = 1,
-        bias: bool = False,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,
+        output_padding: int = 0, dilation: int = 1, groups: int = 1, bias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv_transpose3d = Layer(
-            in_channels,
-            out_channels,
-            kernel_size=(kernel_size, kernel_size, kernel_size),
-            stride=stride,
-            padding=padding,
-            output_padding=output_padding,
-            dilation=dilation,
-            groups=groups,
-            bias=bias,
-        )
+            in_channels, out_channels, kernel_size=(kernel_size, kernel_size, kernel_size), stride=stride,
+            padding=padding, output_padding=output_padding, dilation=dilation, groups=groups, bias=bias,
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, depth, height, width) or the same without batch, any sizes -> likewise."""

@@ -1147,13 +1147,11 @@ struct Forward {
 // Gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 8 rows x 8 channels.
 // =====================================================================================================================
 
-struct GradInput {
-  static constexpr int kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2, dilation_w = 1;
-  static constexpr int padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 16, to_g = 8;
-  static constexpr int tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2, in_w = 3, out_h = 1;
-  static constexpr int out_w = 1, min_h = -1, min_w = -2, span_h = 67, span_w = 100, first_w = 2, plane_pitch = 34;
-  static constexpr int vector = 4, batch = 20, threads = 128, min_blocks = 2, unroll_h = 3, unroll_w = 1;
-  static constexpr bool forward = false, lanes_are_channels = false;
+struct GradInput : Forward {
+  static constexpr int from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2;
+  static constexpr int in_w = 3, out_h = 1, out_w = 1, min_w = -2, span_h = 67, span_w = 100, first_w = 2;
+  static constexpr int plane_pitch = 34, batch = 20, threads = 128, unroll_w = 1;
+  static constexpr bool forward = false;
 };
 
 // =====================================================================================================================
@@ -1483,27 +1481,14 @@ class ModelNew(nn.Module):
     """KernelBench level 1, problem 75: ModelNew(32, 64, (3, 5), (2, 3), (1, 2), (2, 1), 4)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: tuple,
-        stride: tuple = (1, 1),
-        padding: tuple = (0, 0),
-        dilation: tuple = (1, 1),
-        groups: int = 1,
-        bias: bool = False,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: tuple, stride: tuple = (1, 1), padding: tuple = (0, 0),
+        dilation: tuple = (1, 1), groups: int = 1, bias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conv_transpose2d = Layer(
-            in_channels,
-            out_channels,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            bias=bias,
-        )
+            in_channels, out_channels, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation,
+            groups=groups, bias=bias,
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, height, width) or the same without batch, any sizes -> likewise."""

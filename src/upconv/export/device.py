@@ -28,6 +28,8 @@ _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILIN
 _ALIGNED = re.compile(r"__shared__ __align__\(\d+\) unsigned char memory")  # a name that all kernels of a file share
 _FILE = "//file"  # a line ahead of each
 _NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
+_TAGGED = re.compile(r"^([ \t]*)// \[([\w .]+)\] (.*\n(?:\1// (?! *\[|  )\S.*\n)*)", re.MULTILINE)
+"""A comment for kernels with a flag, up to the next such comment or item of a list; `[library]` is for nobody's."""
 WIDTH = 120
 """Columns of the file."""
 _INTEGERS = re.compile(
@@ -43,7 +45,15 @@ def includes(found: Sequence[Kernel]) -> tuple[str, ...]:
 
 def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     """What the kernels need of their files."""
-    return "\n".join(_folded(found, gpu.arch))
+    text = "\n".join(_folded(found, gpu.arch))
+    flags = {name: False for k in found for kind, name, _ in _members(k) if kind == "bool"}
+    for k in found:
+        flags.update({name: True for kind, name, value in _members(k) if kind == "bool" and value == "true"})
+    flags["16 bits"] = any(k.choice.problem.dtype.itemsize == 2 for k in found)
+    flags["IEEE"] = any(k.choice.problem.precision == "ieee" for k in found)
+    flags["mma.sync"] = "mma.sync.aligned" in text
+    text = _TAGGED.sub(lambda one: f"{one[1]}// {one[3]}" if flags.get(one[2]) else "", text)
+    return re.sub(r"^//\n(?!//)", "", text, flags=re.MULTILINE)
 
 
 def constants(k: Kernel, found: Sequence[Kernel], templates: str) -> str:

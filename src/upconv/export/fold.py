@@ -152,7 +152,8 @@ def _emit(tree: Tree, n: Node) -> str:
         text = _alone(tree, n, n.child_by_field_name("body") if any_ else None)
         tree.local = before
         return text
-    return _joined(tree, n)
+    text = _joined(tree, n)
+    return "" if text == "else ;" else text
 
 
 def _joined(tree: Tree, n: Node) -> str:
@@ -194,7 +195,11 @@ def _fixed(tree: Tree, function: Node) -> dict[str, int]:
             name, value = n.named_children[0], tree.value(n.child_by_field_name("value"))
             seen[tree.text(name)] += 1
             kind = tree.text(n.parent).partition(" ")[0]
-            if value is not None and name.type == "identifier" and kind in ("int", "bool", "const"):
+            if (
+                value is not None
+                and name.type == "identifier"
+                and (kind in ("int", "bool", "const") or tree.text(n.parent).startswith("constexpr bool"))
+            ):
                 found[tree.text(name)] = value
         elif n.type in ("assignment_expression", "update_expression"):
             of = n.child_by_field_name("left") or n.child_by_field_name("argument")
@@ -275,6 +280,8 @@ def _turns(tree: Tree, n: Node) -> tuple[str, int, bool] | None:
     """The variable of a loop that has one turn or none, its value, and whether there is one."""
     if n.type != "for_statement" or tree.levels[tree.part(n)] >= NO_LOOPS:
         return None
+    if tree.value(n.child_by_field_name("condition")) == 0:
+        return "", 0, False
     head = re.match(r"for \(int (\w+) = ([^;]*); (\w+) < ([^;]*); (\w+)(\+\+| \+= ([^;]*))\)", tree.text(n))
     start, condition, update, body = (
         n.child_by_field_name(one) for one in ("initializer", "condition", "update", "body")

@@ -34,7 +34,9 @@ class Signature:
 
     def model(self) -> str:
         """The class up to the layer, as source."""
-        parameters = [f"{name}: {kind}" + (f" = {default}" if default else "") for name, kind, default in self.parameters]
+        parameters = [
+            f"{name}: {kind}" + (f" = {default}" if default else "") for name, kind, default in self.parameters
+        ]
         given = ["in_channels", "out_channels", *(f"{name}={value}" for name, value in self.handed)]
         return (
             "class ModelNew(nn.Module):\n"

@@ -7,17 +7,20 @@
 // W sub-position. K is input channels x taps, in chunks of ck channels.
 //
 // Roles:
-//   producers  loads the input tile with its halo once per chunk. NCHW: 16-byte copies into a staging slot (bytes in flight:
+//   producers  load the input tile with its halo once per chunk. NCHW: copies into a staging slot (bytes in flight:
 //              stages_s - 1 slots), then a pass of shared memory -> registers -> shared memory that turns pixels to rows of ck
-//              channels and rounds to TF32. Channels-last: copies straight to those rows.
+//              channels and rounds to TF32.
+// [channels_last] Producers copy straight to those rows.
 //   consumers  multiply: weights are A, from registers, packed in fragment order (one 16-byte load per thread and step);
 //              pixels are B, rows of ck channels in shared memory, swizzled. A tap is a shift of B's start by whole rows:
 //              the swizzle is a function of address bits, so any shift is right (measured: 32, 64 and 128 bytes).
-//   one thread streams the weights' fragments through a ring (or loads all of them once: `resident`).
+//   one thread streams the weights' fragments through a ring.
+// [resident] Or it loads all of them once.
 // `split` 0: both consumers share an M-group and halve the pixels. 1: they share the pixels. 2: ping-pong, whole tiles in turn,
 // so that one stores while the other multiplies.
 //
-// Constants are Gather's C (cuda/gemm/tiling.py computes them and explains each); sizes of the input are arguments.
+// Constants are Gather's C; sizes of the input are arguments.
+// [library] cuda/gemm/tiling.py computes C and explains it.
 #include "gather_work.cuh"            // tiles, their M-groups and chunks; what kernels are told
 #include "gather_pack.cuh"            // puts weights in the order of fragments
 #include "gather_produce.cuh"         // producers and the loader: pixels to shared memory
@@ -74,8 +77,8 @@ static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's
 // --- consumers --------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
-  // By a shuffle ptxas knows that branches over a warp's number do not part it; but beside the stores of outputs without taps that makes some
-  // kernels slower.
+  // By a shuffle ptxas knows that branches over a warp's number do not part it.
+  // [bare] But beside the stores of outputs without taps that makes some kernels slower.
   constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
   int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = C::split == 0 ? wg * G::NB : 0;
@@ -141,7 +144,7 @@ struct Given {
   const Type* bias;
   char* y;
 };
-// Of a result or, boxed, of weights the last.
+// The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {

@@ -1,4 +1,4 @@
-// The tensor copy engine brings pixels: to slots, or, channels-last, to tiles.
+// The tensor copy engine brings pixels: NCHW to slots, else to tiles.
 #include "gather_slots.cuh"
 #include "gather_walk.cuh"
 
@@ -24,7 +24,7 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 template <class C> struct BoxesOf<C, true> : PlaneBoxes<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles (channels-last) as are free.
+// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
 template <class K, class Maps>
 __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
   using C = typename K::C;

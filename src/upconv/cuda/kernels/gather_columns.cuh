@@ -32,8 +32,8 @@ static __device__ __forceinline__ int rows_to(int nb, int first) {
   return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
 }
 
-// Where they lie in a tile. `start`: of the consumer's first subtile; wgmma: the lower half of its descriptor, the same in all
-// threads; mma.sync: the tile's address.
+// Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
+// [mma.sync] `start`: the tile's address.
 u32 start;
 int first;                                              // its first subtile
 u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first

@@ -1,5 +1,6 @@
-// Sums to memory: what all ways to store share. The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and
-// gather_store_boxes.cuh; gather_fill.cuh stores outputs without taps.
+// Sums to memory: what all ways to store share.
+// [library] The ways are gather_store_rows.cuh, gather_store_pixels.cuh, gather_store_phases.cuh and gather_store_boxes.cuh;
+// gather_fill.cuh stores outputs without taps.
 #include "gather_columns.cuh"
 
 // `Epilogue<C>::store` stores a consumer's sums of a tile, by way of BUFFER_BYTES of shared memory for each warp. Results are a `Result`: a pointer or
@@ -8,8 +9,8 @@ template <class C, int = C::store>
 struct Epilogue;
 
 // A warp holds 16 rows of M. They pass through a shared buffer, so that memory is written in whole lines: NCHW 8 rows of a run of
-// RUN x C::w_subs consecutive outputs, through a buffer of the warp; channels-last ROUND pixels of C::rows_per_sub channels, through one
-// of all warps that hold these.
+// RUN x C::w_subs consecutive outputs, through a buffer of the warp.
+// [channels_last] ROUND pixels of C::rows_per_sub channels, through a buffer of all warps that hold these.
 template <class C>
 struct Runs : Columns<C> {
 using G = GatherWork<C>;
@@ -53,7 +54,8 @@ static __device__ __forceinline__ constexpr int block_of_w(int u) {
 }
 // Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
 static __device__ __forceinline__ float sum_of(const float (&acc)[G::MB][G::NB][32], int u, int nb, int e, float without) {
-  return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
+  if constexpr (C::w_subs == 1 && C::blocks_of_w[0] == 0) return acc[0][nb][e];
+  else return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
 }
 };
 

@@ -1,4 +1,5 @@
-// A chunk's matrix instructions: what all ways to go through its steps share. The ways are gather_straight.cuh and gather_rolled.cuh.
+// A chunk's matrix instructions: what all ways to go through its steps share.
+// [library] The ways are gather_straight.cuh and gather_rolled.cuh.
 #include "gather_columns.cuh"
 #include "gather_weights.cuh"
 
@@ -30,7 +31,8 @@ static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
 
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
-// free again and serialises every wgmma, C7513. ROLLED: where all sets come round it can; `left` rounds of the chunk follow.
+// free again and serialises every wgmma, C7513.
+// [queued] Where all sets come round it can; `left` rounds of the chunk follow.
 static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights, const Pixels& pixels, int shift, int i, int steps, int lane, int left = 0) {
   if constexpr (C::wgmma) {
     wgmma_fence();

@@ -4,6 +4,10 @@
 #include "gather_weights.cuh"
 #include "shuffle.cuh"
 
+// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
+template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
+template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };
+
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
 

@@ -164,14 +164,16 @@ static __device__ __forceinline__ int order_of(int g, int q) {
 template <int UNIT>
 static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
   constexpr int TOGETHER = together(UNIT);
+  if constexpr (C::w_subs % 2 == 0) {
 #pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
+    for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
 #pragma unroll
-    for (int i = 0; i < 2 * C::w_subs; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
+      for (int i = 0; i < 2 * C::w_subs; i++) {
+        if (i & bit) continue;
+        float low = v[i], high = v[i ^ bit];
+        v[i] = order & bit ? high : low;
+        v[i ^ bit] = order & bit ? low : high;
+      }
     }
   }
 #pragma unroll
@@ -208,9 +210,14 @@ template <int UNIT>
 static __device__ __forceinline__ void pass_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
-  if constexpr (UNIT == 4 && ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
-  else if constexpr (shifted(UNIT)) Rows::template store_shifted<UNIT>(to, plane, rows, end, buffer, lane);
-  else Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
+  Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+// The same of rows that begin and end anywhere.
+static __device__ __forceinline__ void pass_odd_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<ELEMENT>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  if constexpr (ELEMENT == 4) Rows::store_sectors(to, plane, rows, end, buffer, lane);
+  else Rows::template store_shifted<ELEMENT>(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
@@ -250,9 +257,13 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
           __syncwarp();
           Rows::store_beside(first, plane, rows, s.batch - n, buffer, lane);
         } else if constexpr (CONTIGUOUS) {
-          if (is_at<16>(misaligned)) pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else if (is_at<2 * ELEMENT>(misaligned)) pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
-          else pass_rows<ELEMENT>(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+          if (C::store_unit == 16 || (C::store_unit != ELEMENT && is_at<16>(misaligned))) {
+            pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else if (C::store_unit == 2 * ELEMENT || (C::store_unit != ELEMENT && is_at<2 * ELEMENT>(misaligned))) {
+            pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else {
+            pass_odd_rows(acc, b[h], r, i, h, row + (shifted(ELEMENT) ? (u32)(u64)(first + g * plane) & 31 : 0), first, plane, rows, end, buffer, lane);
+          }
         } else {
           put_rows<16>(acc, b[h], r, i, h, row, lane);
           __syncwarp();
@@ -264,7 +275,7 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
   }
 }
 
-// Whether all rows begin and end at multiples of UNIT bytes, as C::store_unit says, or 0, the addresses.
+// Whether all rows begin and end at multiples of UNIT bytes, where C::store_unit does not say so.
 template <int UNIT>
-static __device__ __forceinline__ bool is_at(u32 misaligned) { return C::store_unit == UNIT || (C::store_unit != ELEMENT && (misaligned & (UNIT - 1)) == 0); }
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return (misaligned & (UNIT - 1)) == 0; }
 };

@@ -32,7 +32,8 @@ static constexpr int K_STEPS = ROW_BYTES / 32;          // a matrix instruction 
 static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 static constexpr int SEGMENTS = C::tile_n * C::rows_d * C::rows_h;
 // Columns of a segment with one residue modulo the input's step along W make a plane of C::plane neighbours; there are C::planes residues that
-// some tap reads. A segment has its planes one behind the other. C::strided_box: a plane is a box, of all segments of a band of rows.
+// some tap reads. A segment has its planes one behind the other.
+// [strided_box] A plane is a box, of all segments of a band of rows.
 static constexpr int PITCH = C::strided_box ? C::plane : C::planes * C::plane;  // pixel rows from a segment to the next
 static constexpr int PLANE_PITCH = C::strided_box ? (SEGMENTS * C::plane + 7) / 8 * 8 : C::plane;  // the swizzle's pattern begins every 8 rows
 static constexpr int PIXELS = C::strided_box ? C::planes * PLANE_PITCH : SEGMENTS * PITCH;

@@ -129,7 +129,8 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) {
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
-// C::resident: a chunk is a stage, one behind the other, loaded once; else every tile's weights stream through.
+// Every tile's weights stream through.
+// [resident] A chunk is a stage, one behind the other, loaded once.
 template <class C>
 __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
   using G = GatherWork<C>;

@@ -3,7 +3,8 @@
 
 constexpr int PACK_THREADS = 256;
 
-// A weight as precision P multiplies it, in the low bits. Of 16 bits weights may be float32, rounded on their way.
+// A weight as precision P multiplies it, in the low bits.
+// [16 bits] Weights may be float32, rounded on their way.
 template <int P>
 __device__ __forceinline__ u32 operand(u16 v) { return v; }
 template <int P>
@@ -18,8 +19,8 @@ __device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
   *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
 }
 
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero. `low`: what TF32
-// leaves of it.
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
+// [IEEE] `low`: what TF32 leaves of it.
 struct WeightAt { bool there; int first, second, tap; bool low = false; };
 
 // Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
@@ -51,7 +52,7 @@ struct UnitWriter {
 
 // What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
 // dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
+// The weight is contiguous, or has taps `tap_step` elements apart.
 template <class K>
 struct PacksUnits {
   template <class Weight>

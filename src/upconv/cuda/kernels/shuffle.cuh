@@ -43,7 +43,3 @@ static __device__ __forceinline__ void find_weight(WeightAt& found, int row, int
   found.first = channel, found.second = of.channel, found.tap = (d * C::layer_kernel_h + h) * C::layer_kernel_w + w;
 }
 };
-
-// Taps of a weight: of the layer itself, or, SHUFFLED, of the one with its stride.
-template <class C, bool SHUFFLED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
-template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };

@@ -19,7 +19,8 @@ __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 
 
 // `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
 // memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Of 16 bits A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K; without ADDS D is A B.
+// Without ADDS D is A B.
+// [16 bits] A_TURNED and B_TURNED say that rows of shared memory lie along M or N, not along K.
 template <int N> struct WgmmaOf;
 
 // A descriptor's two words, of which one alone changes.

@@ -198,7 +198,7 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
 }
 };
 
-// NCHW of 16 bits: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
+// [16 bits] NCHW: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
 // their words in common. Then these are loaded once (C::run_words), and shifted in registers.
 template <class T>
 struct WgradUnits {
@@ -286,7 +286,7 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   for (int nb = 0; nb < T::NB; nb++) {
     u64 b = upper | (((x + nb * (T::K_MAJOR ? T::N_WIDTH * C::segment : T::BOX_BYTES)) & 0x3ffff) >> 4);
     float (&d)[ROWS * (T::N_WIDTH / 2)] = *(float (*)[ROWS * (T::N_WIDTH / 2)])&acc[nb][first * (T::N_WIDTH / 2)];
-    // A described has rows of channels, as B has in channels_last.
+    // [channels_last] A described has rows of channels, as B has.
     if constexpr (C::a_shared) Wgmma::template multiply<C::precision, true, C::channels_last, true>(d, descriptor_of_words(a), b);
     else Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
   }

@@ -1,27 +1,29 @@
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
-// The GEMM of wgrad.cu with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
-// 64 / subs channels), N = block_ci input channels, K = pixels. Interleaved: these taps are neighbours along W, and their rows
-// neighbours in M, so that lanes read neighbouring columns of few channels, which meet more banks than columns step_w apart of many.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address. a_shared (16-bit
-//      rows of 64 channels): by descriptor, at any pixel.
+// The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
+// 64 / subs channels), N = block_ci input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
 //   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way; channels_last of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so
-//      that channels_last float32 is turned by the copying warpgroup.
-// g comes by boxes too (box_g), where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or by
-// one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+//      rounded to TF32 on the way.
 // Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
-// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap; or, stacked, a column of
-// taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of one instruction. Then
-// a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels.
-// Stacked chunks are of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all
-// of its rows: ptxas waits for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
+// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap.
+// [stacked] Or a column of taps: the rows of x that a row of g meets by them follow each other in shared memory, and so are columns of
+// one instruction. Then a fragment is read once, not once a tap: reads of A take as long as a multiplication by 64 channels. Chunks are
+// of rows of g, step_h at a time, and it is x's tile that has a halo, so that an instruction always takes all of its rows: ptxas waits
+// for each one where some that share sums differ in shape (C7511). Rows beyond the image are zeros.
+// [interleaved] The taps of a block of rows are neighbours along W, and their rows neighbours in M, so that lanes read neighbouring columns
+// of few channels, which meet more banks than columns step_w apart of many.
+// [a_shared] A of 16-bit rows of 64 channels: by descriptor, at any pixel.
+// [channels_last] B of 16 bits: rows of a pixel's channels (MN-major). TF32 has no MN-major form, so that float32 is turned by the
+// copying warpgroup.
+// [box_g] g comes by boxes too, where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or
+// by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
 //
-// K is split over ranges of chunks; a block leaves a record of its sums, and `reduce` adds the records. Where all blocks run at once (a
-// cooperative launch), those of a tile wait for each other and add them in the same order. A block that has the only split (alone) has
-// nothing to add: it stores the weight's gradient from its own shared memory.
+// K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
+// [library] That is `reduce`. Where all blocks run at once (a cooperative launch), those of a tile wait for each other and add them in the
+// same order. A block that has the only split (alone) has nothing to add: it stores the weight's gradient from its own shared memory.
 //
-// Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
+// [library] Files: wgrad_tiles.cuh (a chunk in shared memory), wgrad_copies.cuh (who brings it), wgrad_multiply.cuh (fragments and matrix
 // instructions), wgrad_sums.cuh (how records become the weight's gradient).
 #include "wgrad_multiply.cuh"
 #include "wgrad_sums.cuh"
