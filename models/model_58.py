@@ -1,33 +1,38 @@
 """KernelBench level 1, problem 58: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(32, 16, kernel_size=(3, 5, 7), stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0),
-dilation=(1, 1, 1), groups=1).
+Layer: ConvTranspose3d(32, 16, kernel_size=(3, 5, 7)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 16 x 32 x 64 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 16 x 32 x 64 on an NVIDIA
+H200:
 - forward: pixels as rows, sweep: wgmma tf32, tile 5x72 (HxW), walks of 18 slices, 48 columns, chunk of 8 channels,
   weights in a ring of 4 x 8 steps, 223 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 5x72 (HxW), walks of 16 slices, 96 columns, chunk
   of 8 channels, weights in a ring of 3 x 8 steps, 224 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64
   (NxDxHxW of q), K in 44 slices, 166 KB shared.
+
+A block of the forward:
+  input -> slots -> turned by 6 warps -> ring of chunks of a slice --+
+  weights -> packed -> ring, or resident ----------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -688,7 +693,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 };
@@ -1277,8 +1282,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d + work.tap_d, c.h,
-          c.w};
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
+          c.w + work.tap_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -1461,21 +1466,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::X_TILE_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -1510,8 +1507,8 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = 0;
-  Copies::copy(block.g, memory, at, channel, C::cout, to, thread);
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
     copy_wait<0>();
@@ -1556,7 +1553,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -1835,7 +1832,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -1851,7 +1848,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg * C::subs;
-  const bool idle = units_before >= T::SET_UNITS || (units_before >= C::kernel_w);
+  const bool idle = units_before >= T::SET_UNITS || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
@@ -1904,10 +1901,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: pixels as rows, sweep: wgmma tf32, tile 5x72 (HxW), walks of 18 slices, 48 columns, chunk of 8 channels,
-// weights in a ring of 4 x 8 steps, 223 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int cin_g = 32, first_w = -6, columns = 78, plane = 78, precision = 0, cin = 32, ck = 8, tile_n = 1;
@@ -1921,10 +1915,7 @@ struct Forward {
   static constexpr bool channels_last = false, grad_input = false;
 };
 
-// =====================================================================================================================
-// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 5x72 (HxW), walks of 16 slices, 96 columns, chunk of
-// 8 channels, weights in a ring of 3 x 8 steps, 224 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int cin_g = 16, first_w = 0, cin = 16, stages_s = 3, first_h = 0, column_pad = 0, cout = 32;
@@ -1934,10 +1925,7 @@ struct GradInput : Forward {
   static constexpr bool grad_input = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 5 rows tf32, 32x16 channels x 1x5x7 taps a block, chunks of 1x1x4x64 (NxDxHxW
-// of q), K in 44 slices, 166 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 16, block_ci = 32, block_co = 16, g_columns = 70, g_units = 19;

@@ -1,34 +1,38 @@
 """KernelBench level 1, problem 61: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(48, 48, kernel_size=(3, 3, 3), stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0),
-dilation=(1, 1, 1), groups=1).
+Layer: ConvTranspose3d(48, 48, kernel_size=(3, 3, 3)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 48 x 64 x 64 x 64 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are cut.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are
+  cut. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 48 x 64 x 64 x 64 on an NVIDIA H200:
 - forward: rows joined to one: wgmma tf32, tile of 248 places x 64 channels, 4 stages of 384 places x 8 channels, 6
   of 8 x 64 pixels, 4 of 5 taps, 218 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 3x72 (HxW), walks of 22 slices, 144 columns, chunk
   of 8 channels, weights in a ring of 3 x 9 steps, 208 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 172 KB shared.
+
+A block of the forward:
+  input -> 6 slots of rows -> joined by 2 warps -> ring of 4 stages of places --+
+  weights -> packed -> ring of 4 stages ----------------------------------------+-> result
+  Roles: a thread that loads rows, one that loads weights, two warps that join, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -1144,7 +1148,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 };
@@ -1726,8 +1730,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d + work.tap_d, c.h,
-          c.w};
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
+          c.w + work.tap_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -1909,21 +1913,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::X_TILE_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -1958,8 +1954,8 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = 0;
-  Copies::copy(block.g, memory, at, channel, C::cout, to, thread);
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
     copy_wait<0>();
@@ -2004,7 +2000,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg + of.warp * 16 / 64) * T::UNITS;
-  of.channel = of.warp * 16 % 64;
+  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
   return of;
 }
 
@@ -2283,7 +2279,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -2299,7 +2295,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg;
-  const bool idle = units_before >= T::SET_UNITS || (units_before >= C::kernel_w);
+  const bool idle = units_before >= T::SET_UNITS || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
@@ -2352,10 +2348,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: rows joined to one: wgmma tf32, tile of 248 places x 64 channels, 4 stages of 384 places x 8 channels, 6 of
-// 8 x 64 pixels, 4 of 5 taps, 218 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int precision = 0, cin = 48, cout = 48, producer_registers = 40, consumer_registers = 232;
@@ -2364,10 +2357,7 @@ struct Forward {
   static constexpr int box_w = 64, stages = 4;
 };
 
-// =====================================================================================================================
-// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 3x72 (HxW), walks of 22 slices, 144 columns, chunk of
-// 8 channels, weights in a ring of 3 x 9 steps, 208 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput {
   static constexpr int cin_g = 48, columns = 74, plane = 74, precision = 0, cin = 48, ck = 8, tile_n = 1, tile_h = 3;
@@ -2379,10 +2369,7 @@ struct GradInput {
   static constexpr bool channels_last = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 48x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 44 slices, 172 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 48, cout = 48, block_ci = 48, block_co = 64, g_columns = 66, g_units = 18;

@@ -1,27 +1,26 @@
 """KernelBench level 1, problem 64: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose1d(128, 128, kernel_size=(3,), stride=(1,), padding=(0,), output_padding=(0,), dilation=(1,),
-groups=1).
+Layer: ConvTranspose1d(128, 128, kernel_size=(3,)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 64 x 128 x 65536 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 64 x 128 x 65536 on an NVIDIA H200:
 - forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved,
   weights ring of 3 x 4 fragments, 214 KB shared.
 - gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output
@@ -29,9 +28,10 @@ Kernels:
 - gradient for the weight: wgmma tf32, 128x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K
   in 66 slices, 198 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 128 pixels, halo, 32 channels) --+
-  weights -> packed -> ring of 3 x 4 fragments ------------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 3 x 4 fragments ------------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -626,7 +626,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -734,7 +734,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
@@ -809,7 +809,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * (G::STEPS_PER_TAP * 2 * G::FRAGMENT);
 }
 
@@ -849,12 +849,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
       for (int i = 1; i > 0; i--) {
 #pragma unroll 1
-        for (int left = G::stretch_of(0); left > 0; left -= C::w_stage, cursor.next()) {
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
@@ -1297,8 +1297,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant + sub];
+  slab.oh = SUB_H<C>[t.variant + sub];
   return slab;
 }
 
@@ -1410,7 +1410,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = slab.cout;
+  int channel = t.group * C::cout_g + slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1423,7 +1423,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < 1; i++) {
       int oh = (t.h + place.h) + slab.oh;
-      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1509,7 +1509,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = following, turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
       for (int nb = 0; nb < G::NB; nb++)
@@ -1519,7 +1519,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           opaque(acc[0][nb][i]);
         }
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
@@ -1532,7 +1532,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     following = order.next(index, s);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, wg, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block * 2 + wg, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1666,8 +1666,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d, c.h,
-          c.w};
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
+          c.w + work.tap_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -1851,21 +1851,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::X_TILE_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::X_TILE_BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -1900,7 +1892,7 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = block.work.co;
+  const int channel = block.work.group * C::cout + block.work.co;
   Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
@@ -1945,7 +1937,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   of.warp = thread >> 5, of.row = of.lane >> 2;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.first_unit = (wg + of.warp * 16 / 64) * T::UNITS;
-  of.channel = of.warp * 16 % 64;
+  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
   return of;
 }
 
@@ -2206,7 +2198,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -2222,7 +2214,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg;
-  const bool idle = units_before >= C::taps_w || (units_before >= C::kernel_w);
+  const bool idle = units_before >= C::taps_w || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
@@ -2275,42 +2267,34 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels halved, weights
-// ring of 3 x 4 fragments, 214 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 128, first_w = -2, columns = 130, plane = 130, precision = 0, ck = 32, tile_n = 2;
-  static constexpr int tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2, stages_s = 2;
-  static constexpr int fetch = 1, box_units = 33, column_pad = 2, cout_g = 128, mb = 1, rows_per_sub = 64, m_groups = 1;
-  static constexpr int w_stage = 4, ring_fragments = 12, cout = 128, taps = 3, sub_w = 64, w_subs = 1, subs_d[1] = {0};
-  static constexpr int subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 3, fragment_sets = 3, entries[2] = {0, 3};
-  static constexpr int tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0}, first_of_stretches[1] = {0};
-  static constexpr int run_groups = 16, store_unit = 8, producer_registers = 48, consumer_registers = 208;
+  static constexpr int cin_g = 128, first_w = -2, columns = 130, plane = 130, precision = 0, cin = 128, ck = 32;
+  static constexpr int tile_n = 2, tile_w = 128, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1, stages_p = 2;
+  static constexpr int stages_s = 2, fetch = 1, box_units = 33, column_pad = 2, cout_g = 128, mb = 1, rows_per_sub = 64;
+  static constexpr int m_groups = 1, w_stage = 4, ring_fragments = 12, cout = 128, taps = 3, sub_w = 64, w_subs = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 3, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0};
+  static constexpr int first_of_stretches[1] = {0}, run_groups = 16, store_unit = 8, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, resident = false, grad_input = false, boxed = false, claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 2x1x1x128 (NxDxHxW of q) x 128 rows, chunk of 32 channels, output channels
-// halved, weights ring of 3 x 4 fragments, 214 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int first_w = 0, column_pad = 0, tap_indices[3] = {0, 1, 2};
   static constexpr bool grad_input = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 128x64 channels x 1x1x3 taps a block, chunks of 1x1x1x128 (NxDxHxW of q), K in
-// 66 slices, 198 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 128, block_ci = 128, block_co = 64, g_columns = 130, g_units = 34;
-  static constexpr int g_pitch = 140, tile_n = 1, kernel_w = 3, taps_w = 3, tile_w = 128, g_rows_h = 1, warpgroups = 3;
-  static constexpr int entries = 1, stages = 2, unrolled = 16, stack = 1, row_classes = 1, line_bytes = 512;
-  static constexpr int segment = 128, producer_registers = 56, consumer_registers = 152;
+  static constexpr int precision = 0, cin = 128, cout = 128, block_ci = 128, block_co = 64, g_columns = 130;
+  static constexpr int g_units = 34, g_pitch = 140, tile_n = 1, kernel_w = 3, taps_w = 3, tile_w = 128, g_rows_h = 1;
+  static constexpr int warpgroups = 3, entries = 1, stages = 2, unrolled = 16, stack = 1, row_classes = 1;
+  static constexpr int line_bytes = 512, segment = 128, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 

@@ -1,27 +1,26 @@
 """KernelBench level 1, problem 65: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose2d(64, 64, kernel_size=(3, 7), stride=(1, 1), padding=(0, 0), output_padding=(0, 0),
-dilation=(1, 1), groups=1).
+Layer: ConvTranspose2d(64, 64, kernel_size=(3, 7)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 64 x 512 x 512 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 64 x 512 x 512 on an NVIDIA H200:
 - forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 7
   fragments, 192 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
@@ -29,9 +28,10 @@ Kernels:
 - gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 204 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 8 x 32 pixels, halo, 16 channels) --+
-  weights -> packed -> ring of 6 x 7 fragments -----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 6 x 7 fragments -----------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -637,7 +637,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -747,7 +747,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
@@ -822,7 +822,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * (G::STEPS_PER_TAP * G::FRAGMENT);
 }
 
@@ -862,10 +862,10 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int i = G::stretches_of(0); i > 0; i--) {
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
         for (int left = 14; left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
@@ -1314,8 +1314,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant + sub];
+  slab.oh = SUB_H<C>[t.variant + sub];
   return slab;
 }
 
@@ -1427,7 +1427,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = slab.cout;
+  int channel = t.group * C::cout_g + slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1440,7 +1440,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       int oh = (t.h + place.h + i) + slab.oh;
-      int ow = (t.w + place.w) + U_W<C>[0], left = s.out_w - ow;
+      int ow = (t.w + place.w) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1524,10 +1524,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     if ((turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(0);
+      weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1540,7 +1540,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
         }
     named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
@@ -1553,7 +1553,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1689,7 +1689,7 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d + work.tap_d, c.h,
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
           c.w + work.tap_w};
 }
 
@@ -1872,21 +1872,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::X_TILE_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::X_TILE_BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -1921,8 +1913,8 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = 0;
-  Copies::copy(block.g, memory, at, channel, C::cout, to, thread);
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
     copy_wait<0>();
@@ -1967,7 +1959,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg + of.warp * 16 / 64) * T::UNITS;
-  of.channel = of.warp * 16 % 64;
+  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
   return of;
 }
 
@@ -2246,7 +2238,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -2315,13 +2307,10 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights ring of 6 x 7
-// fragments, 192 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 64, first_w = -6, columns = 38, plane = 38, precision = 0, ck = 16, tile_n = 1;
+  static constexpr int cin_g = 64, first_w = -6, columns = 38, plane = 38, precision = 0, cin = 64, ck = 16, tile_n = 1;
   static constexpr int tile_h = 8, tile_w = 32, rows_h = 10, offsets_d[1] = {0};
   static constexpr int offsets_h[10] = {-2, -1, 0, 1, 2, 3, 4, 5, 6, 7}, planes = 1, stages_p = 2, stages_s = 2;
   static constexpr int fetch = 1, first_h = -2, box_units = 10, column_pad = 2, cout_g = 64, mb = 1, rows_per_sub = 64;
@@ -2336,10 +2325,7 @@ struct Forward {
   static constexpr bool claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x8x32 (NxDxHxW of q) x 64 rows, chunk of 16 channels, in turn, weights
-// ring of 6 x 7 fragments, 192 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int first_w = 0, offsets_h[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, first_h = 0, column_pad = 0;
@@ -2347,13 +2333,10 @@ struct GradInput : Forward {
   static constexpr bool grad_input = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 64x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64 (NxDxHxW
-// of q), K in 44 slices, 204 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
+  static constexpr int precision = 0, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
   static constexpr int g_pitch = 76, tile_n = 1, step_h = 1, taps_h = 3, tile_h = 2, kernel_w = 7, taps_w = 3;
   static constexpr int sets_w = 3, tile_w = 64, g_rows_h = 2, warpgroups = 3, entries = 3, stages = 2, unrolled = 8;
   static constexpr int stack = 3, row_classes = 1, line_bytes = 256, segment = 128, producer_registers = 56;

@@ -1,34 +1,39 @@
 """KernelBench level 1, problem 68: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(32, 64, kernel_size=(3, 5, 5), stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0),
-dilation=(1, 1, 1), groups=1).
+Layer: ConvTranspose3d(32, 64, kernel_size=(3, 5, 5)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 64 x 64 x 64 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are cut.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are
+  cut. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 64 x 64 x 64 on an NVIDIA
+H200:
 - forward: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4 stages of 512 places x 8 channels, 4
   of 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 13x16 (HxW), walks of 32 slices, 96 columns, chunk
   of 8 channels, weights in a ring of 4 x 12 steps, 219 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
   (NxDxHxW of q), K in 79 slices, 216 KB shared.
+
+A block of the forward:
+  input -> 4 slots of rows -> joined by 2 warps -> ring of 4 stages of places --+
+  weights -> packed -> ring of 4 stages ----------------------------------------+-> result
+  Roles: a thread that loads rows, one that loads weights, two warps that join, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -1128,7 +1133,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 };
@@ -1711,7 +1716,7 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d + work.tap_d, c.h,
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
           c.w + work.tap_w};
 }
 
@@ -1806,12 +1811,6 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 
 // --- g: from its place `at` and output channel `channel` on ---
 
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
@@ -1822,8 +1821,8 @@ static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), 0, to + T::BOX_BYTES, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::BOX_BYTES, barrier);
 }
 };
 
@@ -1888,7 +1887,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg + of.warp * 16 / 64);
-  of.channel = of.warp * 16 % 64;
+  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
   return of;
 }
 
@@ -2228,10 +2227,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4 stages of 512 places x 8 channels, 4 of
-// 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int precision = 0, cin = 32, cout = 64, producer_registers = 40, consumer_registers = 232;
@@ -2240,10 +2236,7 @@ struct Forward {
   static constexpr int box_w = 64, stages = 4;
 };
 
-// =====================================================================================================================
-// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 13x16 (HxW), walks of 32 slices, 96 columns, chunk of
-// 8 channels, weights in a ring of 4 x 12 steps, 219 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput {
   static constexpr int cin_g = 64, columns = 20, plane = 20, precision = 0, cin = 64, ck = 8, tile_n = 1, tile_d = 1;
@@ -2257,10 +2250,7 @@ struct GradInput {
   static constexpr bool channels_last = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16 (NxDxHxW
-// of q), K in 79 slices, 216 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, tile_n = 1;

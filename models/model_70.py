@@ -1,33 +1,37 @@
 """KernelBench level 1, problem 70: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(48, 24, kernel_size=(3, 3, 3), stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0),
-dilation=(1, 1, 1), groups=1).
+Layer: ConvTranspose3d(48, 24, kernel_size=(3, 3, 3)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 48 x 96 x 96 x 96 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 48 x 96 x 96 x 96 on an NVIDIA H200:
 - forward: pixels as rows, sweep: wgmma tf32, tile 5x100 (HxW), walks of 25 slices, 72 columns, chunk of 8 channels,
   weights in a ring of 4 x 6 steps, 217 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 14x16 (HxW), walks of 96 slices, 144 columns,
   chunk of 8 channels, weights resident, 209 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 162 KB shared.
+
+A block of the forward:
+  input -> slots -> turned by 6 warps -> ring of chunks of a slice --+
+  weights -> packed -> ring, or resident ----------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -689,7 +693,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 };
@@ -1283,8 +1287,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d + work.tap_d, c.h,
-          c.w};
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h,
+          c.w + work.tap_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -1463,21 +1467,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::BOX_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -1512,8 +1508,8 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = 0;
-  Copies::copy(block.g, memory, at, channel, C::cout, to, thread);
+  const int channel = block.work.group * C::cout + block.work.co;
+  Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
     copy_wait<0>();
@@ -1558,7 +1554,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -1837,7 +1833,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -1906,10 +1902,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: pixels as rows, sweep: wgmma tf32, tile 5x100 (HxW), walks of 25 slices, 72 columns, chunk of 8 channels,
-// weights in a ring of 4 x 6 steps, 217 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int cin_g = 48, first_w = -2, columns = 102, plane = 102, precision = 0, cin = 48, ck = 8;
@@ -1922,10 +1915,7 @@ struct Forward {
   static constexpr bool channels_last = false, grad_input = false, turns = false;
 };
 
-// =====================================================================================================================
-// Gradient for the input: pixels as rows, sweep: wgmma tf32, tile 14x16 (HxW), walks of 96 slices, 144 columns, chunk
-// of 8 channels, weights resident, 209 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int cin_g = 24, first_w = 0, columns = 18, plane = 18, cin = 24, tile_h = 14, tile_w = 16;
@@ -1936,10 +1926,7 @@ struct GradInput : Forward {
   static constexpr bool grad_input = true, turns = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32 (NxDxHxW
-// of q), K in 66 slices, 162 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 48, cout = 24, block_ci = 48, block_co = 32, g_columns = 34, g_units = 10;

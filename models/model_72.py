@@ -1,14 +1,15 @@
 """KernelBench level 1, problem 72: a transposed convolution with CUDA kernels of its own, in one file.
 
 Layer: ConvTranspose3d(32, 32, kernel_size=(3, 5, 7), stride=(2, 2, 2), padding=(1, 2, 3), output_padding=(1, 1, 1),
-dilation=(1, 1, 1), groups=4).
+groups=4).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 32 x 12 x 24 x 48 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
@@ -16,21 +17,21 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 32 x 12 x 24 x 48 on an NVIDIA H200:
 - forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
   7 x 6 fragments, 222 KB shared.
 - gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K
   in 88 slices, 128 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 7 x 6 fragments ----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 7 x 6 fragments ----------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -1149,7 +1150,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
@@ -1226,7 +1227,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group) + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * (2 * G::FRAGMENT);
 }
 
@@ -1266,10 +1267,10 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int i = G::stretches_of(0); i > 0; i--) {
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
         for (int left = 12; left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
@@ -1715,8 +1716,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant * C::subs + sub];
+  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
   return slab;
 }
 
@@ -1864,7 +1865,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < 1; i++) {
       int oh = C::out_step_h * (t.h + place.h) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+      int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1942,7 +1943,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = following, turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
     for (int b = 0; b < C::mb; b++)
@@ -1953,7 +1954,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           sum[b][0][i] = 0.f;
         }
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
@@ -1966,7 +1967,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     following = order.next(index, s);
     auto& sums = sum;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2110,7 +2111,7 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
   return {c.n, c.d * C::step_d + work.tap_d - C::padding_d, c.h * C::step_h + work.tap_h - C::padding_h,
-          c.w * C::step_w - C::padding_w};
+          c.w * C::step_w + work.tap_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -2263,8 +2264,8 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin, C::cin, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout, C::cout, stage + X_BYTES, thread);
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -2378,7 +2379,7 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin, first_g = work.group * C::cout;
+  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
   bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
   if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
   if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
@@ -2439,10 +2440,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
   WgradSync<C>::run(x, g, records, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma ieee, tile 1x1x2x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of 7 x
-// 6 fragments, 222 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int cin_g = 8, first_w = -1, columns = 67, plane = 67, precision = 1, cin = 32, ck = 8, tile_n = 1;
@@ -2459,9 +2457,7 @@ struct Forward {
   static constexpr bool channels_last = false, resident = false, boxed = false, claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: tiles of 8x16 cells in 33 KB, lanes are columns, a thread takes 4 rows x 8 channels.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput {
   static constexpr int kernel_d = 3, kernel_h = 5, kernel_w = 7, stride_d = 2, stride_h = 2, stride_w = 2;
@@ -2473,10 +2469,7 @@ struct GradInput {
   static constexpr bool channels_last = false, lanes_are_channels = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 16x8 channels x 1x2x7 taps a block, chunks of 2x1x8x16 (NxDxHxW of q), K in
-// 88 slices, 128 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 8, block_ci = 16, block_co = 8, g_columns = 37;

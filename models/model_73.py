@@ -1,27 +1,27 @@
 """KernelBench level 1, problem 73: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(32, 32, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1), output_padding=(0, 0, 0),
-dilation=(1, 1, 1), groups=1).
+Layer: ConvTranspose3d(32, 32, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 4 x 32 x 32 x 64 x 128 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 4 x 32 x 32 x 64 x 128 on an NVIDIA
+H200:
 - forward: pixels as rows, phases: wgmma tf32, 2 tiles of 64 places of a row, 4 x 64 columns, rings of 6 of 8
   channels, weights resident, 226 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
@@ -29,9 +29,10 @@ Kernels:
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 218 KB shared.
 
-A block of the gradient for the input, whose rings are of shared memory:
-  output's gradient -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 64 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 5 fragments ----------------------------------------------------------------+-> wgmma -> result
+A block of the forward:
+  input -> ring of rows of channels -> registers --+
+  weights -> packed -> resident -------------------+-> result
+  Roles: a warp that loads pixels and weights, two warpgroups that multiply, each its own tiles.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -753,7 +754,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -861,7 +862,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
@@ -870,7 +871,7 @@ static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { r
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * G::FRAGMENT;
 }
 
@@ -910,10 +911,10 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int i = G::stretches_of(0); i > 0; i--) {
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
         for (int left = 9; left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
@@ -1359,8 +1360,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant + sub];
+  slab.oh = SUB_H<C>[t.variant + sub];
   return slab;
 }
 
@@ -1470,7 +1471,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = slab.cout;
+  int channel = t.group * C::cout_g + slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1483,7 +1484,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < 1; i++) {
       int oh = (t.h + place.h) + slab.oh;
-      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1559,10 +1560,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     if ((turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(0);
+      weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1573,7 +1574,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
         }
     named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
@@ -1586,7 +1587,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2196,8 +2197,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d - C::padding_d, c.h * C::step_h - C::padding_h,
-          c.w * C::step_w - C::padding_w};
+  return {c.n, c.d * C::step_d + work.tap_d - C::padding_d, c.h * C::step_h + work.tap_h - C::padding_h,
+          c.w * C::step_w + work.tap_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -2292,12 +2293,6 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 
 // --- g: from its place `at` and output channel `channel` on ---
 
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
@@ -2308,8 +2303,8 @@ static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.co, to + T::BOX_BYTES, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::BOX_BYTES, barrier);
 }
 };
 
@@ -2374,7 +2369,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB);
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -2718,10 +2713,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: pixels as rows, phases: wgmma tf32, 2 tiles of 64 places of a row, 4 x 64 columns, rings of 6 of 8 channels,
-// weights resident, 226 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int precision = 0, cin = 32, cout = 32, producer_registers = 64, consumer_registers = 216;
@@ -2735,10 +2727,7 @@ struct Forward {
   static constexpr int column_taps[3] = {2, 1, 0}, places_of_phases[2] = {1, 0}, pitch = 68, passed = 16, stages = 6;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 5 fragments, 226 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput {
   static constexpr int cin_g = 32, first_w = -1, columns = 129, plane = 65, precision = 0, cin = 32, ck = 8, tile_n = 1;
@@ -2755,10 +2744,7 @@ struct GradInput {
   static constexpr bool channels_last = false, resident = false, queued = true, boxed = false, claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x2x32 (NxDxHxW
-// of q), K in 66 slices, 218 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 32, block_ci = 32, block_co = 16, g_pitch = 68, tile_n = 1;

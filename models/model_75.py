@@ -1,14 +1,14 @@
 """KernelBench level 1, problem 75: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose2d(32, 64, kernel_size=(3, 5), stride=(2, 3), padding=(1, 2), output_padding=(0, 0),
-dilation=(2, 1), groups=4).
+Layer: ConvTranspose2d(32, 64, kernel_size=(3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), groups=4).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 128 x 256 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
@@ -16,16 +16,20 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 128 x 256 on an NVIDIA H200:
 - forward: tiles of 4x128 cells in 26 KB, lanes are columns, a thread takes 2 rows x 4 channels.
 - gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 8 rows x 8 channels.
 - gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K
   in 132 slices, 171 KB shared.
+
+A block of the forward:
+  input -> tile of cells in shared memory -> registers --+
+  weights -> shared memory -> registers -----------------+-> result
+  Roles: all threads alike.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -785,8 +789,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d, c.h * C::step_h - C::padding_h,
-          c.w * C::step_w - C::padding_w};
+  return {c.n, c.d + work.tap_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
+          c.w * C::step_w + work.tap_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -954,8 +958,8 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin, C::cin, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout, C::cout, stage + X_BYTES, thread);
+  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
+  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -1069,7 +1073,7 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin, first_g = work.group * C::cout;
+  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
   bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
   if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
   if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
@@ -1130,9 +1134,7 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
   WgradSync<C>::run(x, g, records, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
 }
 
-// =====================================================================================================================
-// Forward: tiles of 4x128 cells in 26 KB, lanes are columns, a thread takes 2 rows x 4 channels.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2, dilation_w = 1;
@@ -1143,9 +1145,7 @@ struct Forward {
   static constexpr bool forward = true, lanes_are_channels = false;
 };
 
-// =====================================================================================================================
-// Gradient for the input: tiles of 32x32 cells in 108 KB, lanes are columns, a thread takes 8 rows x 8 channels.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int from_g = 16, to_g = 8, tile_h = 32, tile_w = 32, rows = 8, channels = 8, chunk = 4, in_h = 2;
@@ -1154,10 +1154,7 @@ struct GradInput : Forward {
   static constexpr bool forward = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: mma.sync ieee, 16x16 channels x 1x3x5 taps a block, chunks of 1x1x8x32 (NxDxHxW of q), K in
-// 132 slices, 171 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;

@@ -1,27 +1,27 @@
 """KernelBench level 1, problem 77: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose3d(32, 64, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1), output_padding=(0, 0, 0),
-dilation=(2, 2, 2), groups=1).
+Layer: ConvTranspose3d(32, 64, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1), dilation=(2, 2, 2)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 16 x 32 x 32 on
-an NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 16 x 32 x 32 on an NVIDIA
+H200:
 - forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
   fragments, 218 KB shared.
 - gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
@@ -29,9 +29,10 @@ Kernels:
 - gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in
   33 slices, 164 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 64 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 8 x 5 fragments ----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 8 x 5 fragments ----------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -638,7 +639,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -758,7 +759,7 @@ static constexpr int SHARES = C::cluster;
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
@@ -833,7 +834,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * G::FRAGMENT;
 }
 
@@ -873,12 +874,12 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int i = G::stretches_of(0); i > 0; i--) {
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
-        for (int left = G::stretch_of(0); left > 0; left -= C::w_stage, cursor.next()) {
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
@@ -1348,8 +1349,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant * C::subs + sub];
+  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
   return slab;
 }
 
@@ -1396,7 +1397,7 @@ u32 word;                                               // the lane's channel's 
 long long channel_bytes;
 
 __device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ bias, const typename G::Sizes& s, const typename G::Tile& t, const Slab& slab, int part, int, int lane)
-    : first(slab.cout), couts(slab.couts), part(part), lane(lane) {
+    : first(t.group * C::cout_g + slab.cout), couts(slab.couts), part(part), lane(lane) {
   word = bias && lane < couts ? G::Number::bits(G::Number::value(bias[first + lane])) : 0;
   channel_bytes = (long long)s.out_d * s.out_h * s.out_w * 4;
 }
@@ -1445,7 +1446,7 @@ __device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type*
   const FillOf<C> channels(bias, s, t, slab, part, warp, lane);
   if (channels.none()) return;
 #pragma unroll 1
-  for (int b = BARE_OF<C>[0] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[1]; b += C::subs) {
+  for (int b = BARE_OF<C>[t.variant] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[t.variant + 1]; b += C::subs) {
     const bool plane = BARE_ROW<C>[b] == 0;             // else so many rows
     int share = t.w / C::tile_w, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW<C>[b];
     if (plane) share += t.h / C::tile_h * shares, shares *= s.tiles_h;
@@ -1578,7 +1579,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   Slab slab = slab_of<C>(t, cout_block, warp);
   if constexpr (C::bare) fill<C>(bias, y, s, t, slab, first_subtile / G::NB, warp, lane);
   if (slab.couts <= 0) return;
-  int channel = slab.cout;
+  int channel = t.group * C::cout_g + slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1591,7 +1592,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < R::OF_SUBTILE; i++) {
       int oh = C::out_step_h * (t.h + place.h + (R::TALL ? i : 0)) + slab.oh;
-      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+      int ow = C::out_step_w * (t.w + place.w + (R::TALL ? 0 : i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1671,10 +1672,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(0);
+      weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1687,7 +1688,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
         }
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
@@ -1700,7 +1701,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1841,8 +1842,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d * C::step_d - C::padding_d, c.h * C::step_h - C::padding_h,
-          c.w * C::step_w - C::padding_w};
+  return {c.n, c.d * C::step_d + work.tap_d * C::dilation_d - C::padding_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
+          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -2026,21 +2027,13 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
   }
 }
 
-// --- g: from its place `at` and output channel `channel` on ---
-
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 // --- a chunk ---
 
 static constexpr int BYTES = T::BOX_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, T::BOX_BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
 }
 };
 
@@ -2075,7 +2068,7 @@ static constexpr int ARRIVALS = 1 + (2 * T::COPIERS);  // at a stage's barrier, 
 // NCHW: g's rows by 16 bytes of all threads.
 static __device__ __forceinline__ void copy_rows(const Block& block, const Chunk& at, unsigned char* to, u32 barrier, int thread) {
   const WgradMemory memory = {block.s.batch, block.s.out_d, block.s.out_h, block.s.out_w};
-  const int channel = block.work.co;
+  const int channel = block.work.group * C::cout + block.work.co;
   Copies::copy(block.g, memory, at, channel, C::cout - block.work.co, to, thread);
   if (Copies::has_borders(memory, at)) {
     copy_commit();
@@ -2120,7 +2113,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   of.warp = thread >> 5, of.row = of.lane >> 2;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -2381,7 +2374,7 @@ static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Blo
   Chunk c = T::in_g(T::chunk_at(i, s), block.work);
   {
     // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * C::cout + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
   }
 }
 
@@ -2451,13 +2444,10 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 8 x 5
-// fragments, 218 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -1, columns = 66, plane = 66, precision = 0, ck = 8, tile_n = 1;
+  static constexpr int cin_g = 32, first_w = -1, columns = 66, plane = 66, precision = 0, cin = 32, ck = 8, tile_n = 1;
   static constexpr int tile_d = 1, tile_h = 2, tile_w = 64, in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 3;
   static constexpr int rows_h = 4, row_step_h = 1, offsets_d[3] = {-1, 0, 1}, offsets_h[4] = {-1, 0, 1, 2}, planes = 1;
   static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1;
@@ -2475,14 +2465,11 @@ struct Forward {
   static constexpr bool boxed = false, claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x2x8x8 (NxDxHxW of q) x 64 rows, chunk of 8 channels, pixels halved,
-// weights ring of 5 x 6 fragments, 224 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
-  static constexpr int cin_g = 64, columns = 19, plane = 10, tile_d = 2, tile_h = 8, tile_w = 8, in_step_d = 2;
-  static constexpr int in_step_h = 4, in_step_w = 2, rows_d = 4, rows_h = 18, row_step_h = 2;
+  static constexpr int cin_g = 64, columns = 19, plane = 10, cin = 64, tile_d = 2, tile_h = 8, tile_w = 8;
+  static constexpr int in_step_d = 2, in_step_h = 4, in_step_w = 2, rows_d = 4, rows_h = 18, row_step_h = 2;
   static constexpr int offsets_d[4] = {-1, 1, 3, 5};
   static constexpr int offsets_h[18] = {-1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33};
   static constexpr int box_units = 6, cout_g = 32, split = 0, subs = 2, rows_per_sub = 32, w_stage = 6;
@@ -2496,13 +2483,10 @@ struct GradInput : Forward {
   static constexpr bool grad_input = true, bare = false, claimed = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x4x16 (NxDxHxW of q), K in 33
-// slices, 164 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 64, block_ci = 32, block_co = 16, g_columns = 35, g_units = 10;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 16, g_columns = 35, g_units = 10;
   static constexpr int g_pitch = 44, tile_n = 1, step_d = 2, dilation_d = 2, padding_d = 1, taps_d = 3, tile_d = 2;
   static constexpr int step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3, tile_h = 4, step_w = 2, dilation_w = 2;
   static constexpr int padding_w = 1, taps_w = 3, tile_w = 16, apart_d = 2, g_rows_d = 4, apart_h = 2, g_rows_h = 6;

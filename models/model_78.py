@@ -1,27 +1,26 @@
 """KernelBench level 1, problem 78: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose2d(32, 32, kernel_size=(3, 7), stride=(1, 1), padding=(1, 3), output_padding=(0, 0),
-dilation=(1, 1), groups=1).
+Layer: ConvTranspose2d(32, 32, kernel_size=(3, 7), padding=(1, 3)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 8 x 32 x 512 x 1024 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 32 x 512 x 1024 on an NVIDIA H200:
 - forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
   fragments, 221 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
@@ -29,9 +28,10 @@ Kernels:
 - gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 2x1x2x64
   (NxDxHxW of q), K in 132 slices, 204 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 2 slots -> turned by 6 warps -> ring of 2 tiles (1 x 2 x 128 pixels, halo, 8 channels) --+
-  weights -> packed -> ring of 6 x 7 fragments -----------------------------------------------------+-> wgmma -> result
+  weights -> packed -> ring of 6 x 7 fragments -----------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -619,7 +619,7 @@ struct Source {
 
 template <class Tile>
 static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
-  return {t.n, t.d, t.h * C::in_step_h, t.w + C::first_w, chunk * C::ck, C::cin_g - chunk * C::ck};
+  return {t.n, t.d, t.h * C::in_step_h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
 // A segment's offsets from there, in a word of shared memory: image, D and H.
@@ -728,7 +728,7 @@ static __device__ __forceinline__ int chunks_of(int variant) { return entries_of
 static __device__ __forceinline__ int end_chunk(int variant) {
   return chunks_of(variant);
 }
-static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(0); }
+static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
 
 // Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
@@ -803,7 +803,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)0 * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(0);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * G::FRAGMENT;
 }
 
@@ -843,10 +843,10 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
     const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::end_chunk(0); chunk++) {
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
 #pragma unroll 1
-      for (int i = G::stretches_of(0); i > 0; i--) {
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
         for (int left = 14; left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
@@ -1296,8 +1296,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[sub];
-  slab.oh = SUB_H<C>[sub];
+  slab.od = SUB_D<C>[t.variant * C::subs + sub];
+  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
   return slab;
 }
 
@@ -1409,7 +1409,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   int g = lane >> 2;
   Slab slab = slab_of<C>(t, cout_block, warp);
   if (slab.couts <= 0) return;
-  int channel = slab.cout;
+  int channel = t.group * C::cout_g + slab.cout;
   float b[2];
   load_bias<C>(b, bias, slab, channel, g);
   if (bias) add_bias<C>(acc, b);
@@ -1422,7 +1422,7 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
     for (int i = 0; i < 1; i++) {
       int oh = C::out_step_h * (t.h + place.h) + slab.oh;
-      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[0], left = s.out_w - ow;
+      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
@@ -1498,10 +1498,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
-    int chunks = G::end_chunk(0);
+    int chunks = G::end_chunk(t.variant);
     if ((turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(0);
+      weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1514,7 +1514,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
         }
     named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
-    int variant = __shfl_sync(0xffffffffu, 0, 0);  // so that ptxas knows that warps do not part over it
+    int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
@@ -1527,7 +1527,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -1664,8 +1664,8 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
-  return {c.n, c.d, c.h - C::padding_h,
-          c.w - C::padding_w};
+  return {c.n, c.d + work.tap_d, c.h + work.tap_h - C::padding_h,
+          c.w + work.tap_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -1764,12 +1764,6 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 
 // --- g: from its place `at` and output channel `channel` on ---
 
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
@@ -1780,8 +1774,8 @@ static constexpr int BYTES = T::X_TILE_BYTES + T::G_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), 0, to + T::X_TILE_BYTES, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
 }
 };
 
@@ -1846,7 +1840,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -2137,7 +2131,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg * (C::subs * T::UNITS);
-  const bool idle = units_before >= T::SET_UNITS || (units_before >= C::kernel_w);
+  const bool idle = units_before >= T::SET_UNITS || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
@@ -2190,19 +2184,16 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights ring of 6 x 7
-// fragments, 221 KB shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -3, columns = 134, plane = 134, precision = 0, ck = 8, tile_n = 1;
-  static constexpr int tile_h = 2, tile_w = 128, in_step_h = 2, rows_h = 6, row_step_h = 2, offsets_d[1] = {0};
-  static constexpr int offsets_h[6] = {-1, 0, 1, 2, 3, 4}, planes = 1, stages_p = 2, stages_s = 2, fetch = 1;
-  static constexpr int first_h = -1, box_units = 34, column_pad = 1, cout_g = 32, mb = 1, subs = 2, rows_per_sub = 32;
-  static constexpr int m_groups = 1, w_stage = 7, ring_fragments = 42, out_step_h = 2, cout = 32, taps = 21, sub_w = 64;
-  static constexpr int w_subs = 1, subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0}, stages_w = 6;
-  static constexpr int taps_unrolled = 14, fragment_sets = 7, entries[2] = {0, 28};
+  static constexpr int cin_g = 32, first_w = -3, columns = 134, plane = 134, precision = 0, cin = 32, ck = 8;
+  static constexpr int tile_n = 1, tile_h = 2, tile_w = 128, in_step_h = 2, rows_h = 6, row_step_h = 2;
+  static constexpr int offsets_d[1] = {0}, offsets_h[6] = {-1, 0, 1, 2, 3, 4}, planes = 1, stages_p = 2, stages_s = 2;
+  static constexpr int fetch = 1, first_h = -1, box_units = 34, column_pad = 1, cout_g = 32, mb = 1, subs = 2;
+  static constexpr int rows_per_sub = 32, m_groups = 1, w_stage = 7, ring_fragments = 42, out_step_h = 2, cout = 32;
+  static constexpr int taps = 21, sub_w = 64, w_subs = 1, subs_d[2] = {0, 0}, subs_h[2] = {0, 1}, subs_w[1] = {0};
+  static constexpr int stages_w = 6, taps_unrolled = 14, fragment_sets = 7, entries[2] = {0, 28};
   static constexpr int tap_rows[28] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140, 268, 269, 270, 271, 272, 273, 274, 402, 403, 404, 405, 406, 407, 408};
   static constexpr int tap_indices[56] = {20, -1, 19, -1, 18, -1, 17, -1, 16, -1, 15, -1, 14, -1, 13, 20, 12, 19, 11, 18, 10, 17, 9, 16, 8, 15, 7, 14, 6, 13, 5, 12, 4, 11, 3, 10, 2, 9, 1, 8, 0, 7, -1, 6, -1, 5, -1, 4, -1, 3, -1, 2, -1, 1, -1, 0};
   static constexpr int round_shifts[14] = {0, 1, 2, 3, 4, 5, 6, 134, 135, 136, 137, 138, 139, 140}, run_groups = 16;
@@ -2211,27 +2202,21 @@ struct Forward {
   static constexpr bool claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x2x128 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 7 fragments, 221 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int tap_indices[56] = {0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 8, 16, 9, 17, 10, 18, 11, 19, 12, 20, 13, -1, 14, -1, 15, -1, 16, -1, 17, -1, 18, -1, 19, -1, 20};
   static constexpr bool grad_input = true;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma of up to 3 rows tf32, 32x32 channels x 1x3x7 taps a block, chunks of 2x1x2x64 (NxDxHxW
-// of q), K in 132 slices, 204 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
-  static constexpr int precision = 0, cout = 32, block_ci = 32, block_co = 32, g_pitch = 76, tile_n = 2, step_h = 1;
-  static constexpr int padding_h = 1, taps_h = 3, tile_h = 2, kernel_w = 7, padding_w = 3, taps_w = 7, tile_w = 64;
-  static constexpr int g_rows_h = 2, warpgroups = 2, subs = 2, entries = 6, stages = 2, unrolled = 4, stack = 3;
-  static constexpr int row_classes = 1, line_bytes = 256, segment = 128, g_width = 32, producer_registers = 72;
-  static constexpr int consumer_registers = 216;
+  static constexpr int precision = 0, cin = 32, cout = 32, block_ci = 32, block_co = 32, g_pitch = 76, tile_n = 2;
+  static constexpr int step_h = 1, padding_h = 1, taps_h = 3, tile_h = 2, kernel_w = 7, padding_w = 3, taps_w = 7;
+  static constexpr int tile_w = 64, g_rows_h = 2, warpgroups = 2, subs = 2, entries = 6, stages = 2, unrolled = 4;
+  static constexpr int stack = 3, row_classes = 1, line_bytes = 256, segment = 128, g_width = 32;
+  static constexpr int producer_registers = 72, consumer_registers = 216;
   static constexpr bool channels_last = false;
 };
 

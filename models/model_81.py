@@ -1,27 +1,26 @@
 """KernelBench level 1, problem 81: a transposed convolution with CUDA kernels of its own, in one file.
 
-Layer: ConvTranspose2d(32, 64, kernel_size=(3, 3), stride=(5, 5), padding=(1, 1), output_padding=(0, 0),
-dilation=(2, 2), groups=1).
+Layer: ConvTranspose2d(32, 64, kernel_size=(3, 3), stride=(5, 5), padding=(1, 1), dilation=(2, 2)).
 
-Along each axis output o, tap k and input i meet where o + padding = i * stride + k * dilation. An output is the
-bias plus the sum, over input channels and taps, of input times weight.
+Along each axis output p, tap k and input i meet where p + padding = i * stride + k * dilation. For channels c and o of
+one group
+
+  y[n, o, p] = bias[o] + sum over c, k of x[n, c, i] * w[c, o, k]
 
 ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and computes
-forward, first and second gradients, with the kernels below. They are chosen for inputs of 16 x 32 x 64 x 128 on an
-NVIDIA H200 and serve every batch and spatial size.
+forward, first and second gradients.
 
 Constraints:
 - The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
   arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
-- Values: float32, rounded to TF32 (nearest even) and multiplied on tensor cores, as PyTorch's defaults have it;
-  where its flags ask for IEEE float32 the plain kernels do.
-- For the fast kernels tensors are copied to the contiguous memory format where needed; results are contiguous.
-- Rows that are no multiple of 4 columns are copied, with zeros behind them.
-- Results are bit-equal from run to run. Under torch.autocast inputs are cast to the weights' dtype, which results
-  have, too.
+- Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
+  ask for IEEE float32 the plain kernels compute.
+- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
+  with zeros behind them. Results are contiguous.
+- Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
-Kernels:
+Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 64 x 128 on an NVIDIA H200:
 - forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights resident, 225
   KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
@@ -29,9 +28,10 @@ Kernels:
 - gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x32 (NxDxHxW of q), K in
   22 slices, 196 KB shared.
 
-A block of the forward, whose rings are of shared memory:
+A block of the forward:
   input -> 5 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 64 pixels, halo, 32 channels) --+
-  weights -> packed -> resident --------------------------------------------------------------------+-> wgmma -> result
+  weights -> packed -> resident --------------------------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -860,7 +860,7 @@ pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ pac
 template <class C>
 __device__ __forceinline__ const char* fragments_of(const char* packed, const typename GatherWork<C>::Tile& t, int chunk) {
   using G = GatherWork<C>;
-  long long before = ((long long)(t.group) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
+  long long before = ((long long)(t.group + t.cout_block) * G::CHUNKS + chunk) * G::ENTRIES + G::first_entry(t.variant);
   return packed + before * (G::STEPS_PER_TAP * G::FRAGMENT);
 }
 
@@ -1916,7 +1916,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
-    Store::store(sums, bias, y, s, t, 0, first_subtile, buffer, warp, lane);
+    Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
 }
 
@@ -2068,7 +2068,7 @@ static __device__ __forceinline__ Chunk chunk_at(int i, const Sizes& s) {
 // Where g's tile of a chunk begins.
 static __device__ __forceinline__ Chunk in_g(const Chunk& c, const Work& work) {
   return {c.n, c.d + work.tap_d, c.h * C::step_h + work.tap_h * C::dilation_h - C::padding_h,
-          c.w * C::step_w - C::padding_w};
+          c.w * C::step_w + work.tap_w * C::dilation_w - C::padding_w};
 }
 
 // Of a block; the split that it takes. Blocks of the same pixels are neighbours, for L2's sake.
@@ -2167,12 +2167,6 @@ static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk&
 
 // --- g: from its place `at` and output channel `channel` on ---
 
-// Of a tile's rows along H, and of channels, those that begin alike.
-struct Class {
-  int index, lead;                         // its map; elements by which its rows begin early
-  int phase;                               // of a tile: elements by which its first column begins off 16 bytes
-};
-
 static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
   load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
 }
@@ -2183,8 +2177,8 @@ static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
 
 static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
   expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, 0, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.co, to + T::BOX_BYTES, barrier);
+  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
+  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::BOX_BYTES, barrier);
 }
 };
 
@@ -2248,7 +2242,7 @@ static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
   of.warp = thread >> 5, of.row = of.lane >> 2;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
   of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB);
-  of.channel = of.warp * 16 % T::ROWS_PER_SUB;
+  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
   return of;
 }
 
@@ -2519,7 +2513,7 @@ static __device__ __forceinline__ void consume(const E& end, const Block& block,
   CursorOf<C::stages> cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg * C::subs;
-  const bool idle = units_before >= C::taps_w || (units_before >= C::kernel_w);
+  const bool idle = units_before >= C::taps_w || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
   for (int i = first; i < last; i++, cursor.next()) {
     typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
@@ -2572,10 +2566,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// =====================================================================================================================
-// Forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights resident, 225 KB
-// shared.
-// =====================================================================================================================
+// --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
   static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, precision = 0, cin = 32, ck = 32, tile_n = 1;
@@ -2595,10 +2586,7 @@ struct Forward {
   static constexpr bool boxed = false, claimed = true;
 };
 
-// =====================================================================================================================
-// Gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
-// ring of 6 x 5 fragments, 205 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
   static constexpr int cin_g = 64, first_w = -1, columns = 320, plane = 64, cin = 64, ck = 8, in_step_h = 5;
@@ -2612,10 +2600,7 @@ struct GradInput : Forward {
   static constexpr bool resident = false, grad_input = true, bare = false, claimed = false;
 };
 
-// =====================================================================================================================
-// Gradient for the weight: wgmma tf32, 32x32 channels x 1x1x3 taps a block, chunks of 1x1x2x32 (NxDxHxW of q), K in 22
-// slices, 196 KB shared.
-// =====================================================================================================================
+// --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 32, g_pitch = 164, tile_n = 1;

@@ -14,7 +14,7 @@ from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
 
 pytest.importorskip("tree_sitter")
-from upconv.export import device, fold, passes
+from upconv.export import device, fold, kernelbench_problem, passes
 from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -206,3 +206,24 @@ __global__ void f(int* x) { *x = Of<C>::get() + clock64(); }
 def test_layers_here_take_every_kind_of_kernel() -> None:
     kinds = {k.unit.entries[-1] for p in LAYERS.values() for k in passes.kernels(p, H200)}
     assert kinds >= {"gather", "wgrad_wgmma", "direct", "direct_reduce"}
+
+
+@needs_nvrtc
+def test_comments_are_on_kernels_of_the_files_own_flags() -> None:
+    """And those for the library alone are in no file; a flag's comment loses its mark."""
+    found = passes.kernels(LAYERS["strided"], H200)
+    text = device.templates(found, H200)
+    flags = {name: value == "true" for k in found for kind, name, value in device._members(k) if kind == "bool"}
+    assert not re.search(r"// \[[\w. ]+\] ", text)
+    source = "".join(path.read_text() for path in sorted(jit.KERNELS.glob("*.cu*")))
+    marked = re.findall(r"// \[([\w. ]+)\] (.{20})", source)
+    assert {"library", "channels_last", "16 bits"} <= {name for name, _ in marked}
+    assert all(words not in text for name, words in marked if name == "library" or flags.get(name) is False)
+
+
+def test_a_gradient_has_the_forwards_constants_but_for_those_of_its_own() -> None:
+    found = passes.kernels(kernelbench_problem(57), H200)
+    every = " ".join(f"C::{name.partition('[')[0]}" for k in found for _, name, _ in device._members(k))
+    forward, grad_input = (device.constants(k, found, every) for k in found[:2])
+    assert grad_input.startswith("struct GradInput : Forward {") and "grad_input = true" in grad_input
+    assert "grad_input = false" in forward and "cout_g" in forward and "cout_g" not in grad_input

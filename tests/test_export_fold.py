@@ -187,6 +187,59 @@ static int run(int a) {
     assert "for (int i = 0, of = 0; i < 1; i++, of ^= 1) a += of;" in folded(text)
 
 
+def test_a_loop_that_never_runs_goes_with_what_it_decides() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static constexpr bool alike() {
+  for (int i = 1; C::split == 0 && i < 4; i++)
+    if (i * i != i) return false;
+  return true;
+}
+static int run(int a) {
+  constexpr bool all = alike();
+  return all ? a : a * 3;
+}
+};
+"""
+    assert "for" in folded(text, split=0) and "a * 3" in folded(text, split=0)
+    assert "alike" not in folded(text, split=1) and "return a;" in folded(text, split=1)
+
+
+def test_a_struct_that_nothing_names_goes_with_its_comment() -> None:
+    text = """
+template <class C>
+struct Kernel {
+// Of what nobody has.
+struct Other {
+  int a;
+};
+struct Pair { int a, b; };
+static int run(int a) {
+  Pair both = {a, a};
+  return both.a + both.b;
+}
+};
+"""
+    found = folded(text)
+    assert "Other" not in found and "nobody" not in found and "struct Pair" in found
+
+
+def test_an_else_of_nothing_goes() -> None:
+    text = """
+template <class C>
+struct Kernel {
+static int run(int a) {
+  if (a > 2) a *= 5;
+  else if constexpr (C::more) a *= 7;
+  return a;
+}
+};
+"""
+    body = folded(text, more=0).partition("run(int a) {")[2].partition("}")[0]
+    assert " ".join(body.split()) == "if (a > 2) a *= 5; return a;"
+
+
 def test_another_structs_name_of_a_constant_is_not_looked_for_elsewhere() -> None:
     """``Operand`` has no name of what ``S`` calls G_ROWS."""
     text = """

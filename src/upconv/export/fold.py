@@ -59,8 +59,7 @@ def folded(
     Args:
         parts: texts and structs.
         wanted: names that are reached.
-        levels: of each part `EVERYTHING`; `NO_FIELDS`, of which the compiler may know less; `NO_LOOPS`, without which
-            it may unroll others; or `NO_VALUES`.
+        levels: of each part `EVERYTHING`; `NO_LOOPS`, without which the compiler may unroll others; or `NO_VALUES`.
     """
     text = "".join(f"{PART}\n{text}\n" for text, _ in parts)
     for known, comment in _MASKED:
@@ -127,10 +126,6 @@ def _emit(tree: Tree, n: Node) -> str:
         return found
     if n.type == "call_expression" and (of := tree.value(n)) is not None:
         return str(of)
-    if n.type == "field_expression" and (of := tree.value(n)) is not None:
-        return str(of)
-    if n.type == "assignment_expression" and n.children[0].type == "field_expression":
-        return f"{tree.text(n.children[0])} {tree.text(n.children[1])} {_emit(tree, n.children[2])}"
     if n.type == "function_definition" and (fixed := _fixed(tree, n)):
         before, tree.local = tree.local, {**tree.local, **fixed}
         text = _joined(tree, n)
@@ -363,6 +358,8 @@ def _items(n: Node, owner: Node | None = None) -> Iterator[tuple[Node, list[Node
     """Declarations, their names, and the struct that each is in; no names of what stays with that struct."""
     for one in n.children:
         of = one.named_children[-1] if one.type == "template_declaration" and one.named_children else one
+        if of.type == "field_declaration" and of.named_child_count == 1:  # a struct in a struct
+            of = of.named_children[0]
         if of.type == "static_assert_declaration":
             yield one, [], owner
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
@@ -29,7 +28,7 @@ from upconv.export.template import (
 )
 from upconv.problem import Pass, Problem
 
-_TITLES = {"fwd": "Forward", "grad-input": "Gradient for the input", "grad-weight": "Gradient for the weight"}
+_TITLES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
 _NAMES = ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")
 
 
@@ -117,15 +116,7 @@ def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:
 
 
 def _banner(k: Kernel) -> str:
-    line = "// " + "=" * (WIDTH - 3)
-    text = textwrap.fill(
-        f"{_TITLES[k.pass_]}: {k.choice.summary.rsplit(', grid', 1)[0]}.",
-        WIDTH,
-        initial_indent="// ",
-        subsequent_indent="// ",
-        break_on_hyphens=False,
-    )
-    return f"{line}\n{text}\n{line}\n"
+    return f"// --- constants: {_TITLES[k.pass_]} ".ljust(WIDTH, "-") + "\n"
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

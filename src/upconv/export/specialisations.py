@@ -100,7 +100,7 @@ def _argument(tree: Tree, at: Node, text: str, struct: int) -> int | None:
     """A template's argument by one struct, if it is a known integer."""
     part = tree.part(at)
     one = Tree(f"int a = {text};", [[tree.structs[part][struct]]])
-    one.parameters, one.fields = [set()], [{}]
+    one.parameters = [set()]
     one.precision = tree.precision
     one.known = [[{**tree.known[0][0], **tree.known[part][struct]}]]
     ((_, value),) = declared(one.root.children[0])

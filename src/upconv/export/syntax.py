@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -13,7 +12,7 @@ from tree_sitter import Language, Node, Parser
 
 Constants = Mapping[str, int | list[int]]
 """The integers and arrays of a struct, by name."""
-EVERYTHING, NO_FIELDS, NO_LOOPS, NO_VALUES = range(4)
+EVERYTHING, NO_LOOPS, NO_VALUES = range(3)
 """What is folded of a part."""
 WORD = re.compile(r"[A-Za-z_]\w*")
 PART, PRAGMA = "//part", "//ragma"  # a line ahead of each part; a comment as long as #pragma
@@ -58,11 +57,9 @@ class Tree:
         """That of all structs, which templates call P."""
         self.local: dict[str, int] = {}
         self.levels = list(levels or [EVERYTHING] * len(structs))
-        self.fields: list[dict[str, int]] = [{} for _ in structs]
         self._variables_of: dict[int, set[str]] = {}
         while self._learn():
             pass
-        self._learn_fields()
 
     def text(self, n: Node) -> str:
         return self.source[n.start_byte : n.end_byte].decode()
@@ -173,22 +170,6 @@ class Tree:
                         known[name] = value
         return sum(len(known) for part in self.known for known in part) > before
 
-    def _learn_fields(self) -> None:
-        """Fields of structs that have one known value wherever one of their name is assigned."""
-        declares = [Counter[str]() for _ in self.fields]
-        given: list[dict[str, set[int | None]]] = [{} for _ in self.fields]
-        for n in self.nodes:
-            part = self.part(n)
-            if n.type == "field_declaration":
-                declares[part].update(self.text(one) for one in n.children_by_field_name("declarator"))
-            elif n.type == "assignment_expression" and n.children[0].type == "field_expression":
-                name = self.text(n.children[0].named_children[-1])
-                given[part].setdefault(name, set()).add(self.value(n.children[2]))
-        for part, names in enumerate(given):
-            for name, (value, *more) in names.items():
-                if value is not None and not more and declares[part][name] == 1:
-                    self.fields[part][name] = value
-
     def find(self, n: Node, name: str, struct: int) -> int | None:
         """A constant's value by a struct, as a node names it.
 
@@ -244,8 +225,6 @@ class Tree:
                 return self.precision
             mine = self.text(n) not in self.parameters[self.part(n)]
             return self.local.get(self.text(n), self.find(n, self.text(n), struct) if mine else None)
-        if kind == "field_expression" and self.levels[self.part(n)] < NO_FIELDS:
-            return self.fields[self.part(n)].get(self.text(parts[-1]))
         if kind == "call_expression":
             return self.value(n.child_by_field_name("function"), struct)
         if kind in ("template_function", "template_type"):

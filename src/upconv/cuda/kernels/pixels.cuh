@@ -151,14 +151,14 @@ __device__ __forceinline__ void begin_sums(float (&acc)[SUMS], const typename M:
 
 // Lanes of neighbouring g that have columns of pixels g and g + 8: an even one's g + 8 for an odd one's g. Then an even one has g and
 // g + 1, an odd one g + 7 and g + 8. Of 16 bits both columns are together.
-template <bool NARROW>
+template <bool HALVES>
 __device__ __forceinline__ void exchange(u32 (&v)[2][2], int odd) {
-  if constexpr (NARROW) {
+  if constexpr (HALVES) {
 #pragma unroll
     for (int h = 0; h < 2; h++) v[h][0] |= v[h][1] << 16;
   }
 #pragma unroll
-  for (int c = 0; c < (NARROW ? 1 : 2); c++) {
+  for (int c = 0; c < (HALVES ? 1 : 2); c++) {
     u32 other = __shfl_xor_sync(0xffffffffu, odd ? v[0][c] : v[1][c], 4);
     v[0][c] = odd ? other : v[0][c];
     v[1][c] = odd ? v[1][c] : other;
