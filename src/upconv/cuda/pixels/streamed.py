@@ -34,8 +34,8 @@ _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88,
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16, 8)
 _MOST_ROWS = 3
-_STORE = 7.0  # clocks of a store of a warp's lanes, which have two or four neighbours each
-_SINGLE_STORE = 11.0  # the same of single results
+_STORE = 3.5  # clocks of a consumer for 32 results, of which lanes store two or four neighbours together
+_SINGLE_STORE = 11.0  # the same where they store each alone
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Streamed(Tile):
     def sums(self) -> int:
         return self.columns // 2 + 16
 
-    def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, together: int) -> Work:
-        """`work`, of a box's lines, bytes that lanes load for an instruction, and results that a lane stores at once.
+    def work_of(self, p: Problem, gpu: Gpu, box_lines: float, loaded: int, together: bool) -> Work:
+        """`work`, of a box's lines, bytes that lanes load for an instruction, and whether they store results together.
         Of weights each row is a line."""
         c = self.c
         instructions = CONSUMERS * 4 * c.rows * c.stages_k
@@ -80,7 +80,7 @@ class Streamed(Tile):
             boxes=c.stages_k * c.boxes,
             shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
-            stored=_PLACES * self.columns / 32 / together * (_STORE if together > 1 else _SINGLE_STORE),
+            stored=_PLACES * self.columns / 32 * (_STORE if together else _SINGLE_STORE),
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
@@ -138,8 +138,7 @@ class Subpixel(Streamed):
         return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
-        of_pixels = self.element == 2 and self.kernel[2] == 2 and p.size[-1] % 2 == 0
-        return self.work_of(p, gpu, self.c.chunk, 32 * 64, 4 if of_pixels else 2)
+        return self.work_of(p, gpu, self.c.chunk, 32 * 64, True)
 
 
 @lru_cache(maxsize=256)
@@ -277,7 +276,7 @@ class Pairs(Streamed):
         loads = 8 if element == 2 and c.slot == 1 else 4  # of a fragment, whose lanes have 128 bytes each time
         row = -(-(c.pitch * element + c.first * element % 128) // 128)
         together = c.phases_together if c.forward else p.size[-1] % 2 == 0
-        return self.work_of(p, gpu, c.chunk * row, 4 * loads * self.conflicts * 128, 2 if together else 1)
+        return self.work_of(p, gpu, c.chunk * row, 4 * loads * self.conflicts * 128, together)
 
 
 @lru_cache(maxsize=1024)
