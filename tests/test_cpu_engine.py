@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections import Counter
@@ -62,7 +63,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
             monkeypatch.setattr(cpu.run, name, 32)
         monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
-        monkeypatch.setattr(cpu.run, "_SHARE", 1 / 4)
+        monkeypatch.setattr(cpu.run, "_EXCESS", 1 / 10)
         monkeypatch.setattr(cpu.run, "_SHARE_BYTES", 0)
     cpu.run._geometry.cache_clear()
     yield
@@ -84,15 +85,16 @@ def test_every_admitted_plan_computes_the_forward(parts: None, p: Problem) -> No
 
 
 _PEAK = """
-import re, sys, torch
+import ctypes, re, sys, torch
 from pathlib import Path
 from upconv import cpu
 from upconv.problem import Problem
 torch.set_num_threads(2)
-p = Problem.make(16, 32, 64, (64, 64), (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4, layout="channels_last")
-x, w = (torch.randn(s).contiguous(memory_format=torch.channels_last) for s in (p.input_shape, p.weight_shape))
-small = p.with_(batch=1, size=(8, 32))
-cpu.forward(small, sys.argv[1], x[:1, :, :8, :32].contiguous(memory_format=torch.channels_last), w, None)  # loads code
+p = eval(sys.argv[2])
+layout = cpu.memory_format(p.layout, p.rank)
+x, w = (torch.randn(s).contiguous(memory_format=layout) for s in (p.input_shape, p.weight_shape))
+cpu.forward(p, sys.argv[1], x, w, None)  # loads code
+ctypes.CDLL(None).malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
 def kilobytes(field): return int(re.search(rf"^{field}:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)[1])
 before = kilobytes("VmRSS")
@@ -101,21 +103,48 @@ print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_large_layers_hold_no_more_memory_than_pytorchs_operator() -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "malloc_trim"),
+    reason="needs Linux's /proc, and glibc to return what an earlier call has freed",
+)
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+@pytest.mark.parametrize(
+    "layer",
+    ["16, 32, 64, (64, 64), (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4", "1, 56, 1, (384, 384), 9, 3, 3"],
+)
+def test_large_layers_hold_no_more_memory_than_pytorchs_operator(layer: str, layout: str) -> None:
     """Input, result and what is held beside them at the peak."""
+    problem = f"Problem.make({layer}, layout={layout!r})"
     ours, theirs = (
-        int(subprocess.run([sys.executable, "-c", _PEAK, plan], capture_output=True, text=True, check=True).stdout)
+        int(
+            subprocess.run(
+                [sys.executable, "-c", _PEAK, plan, problem], capture_output=True, text=True, check=True
+            ).stdout
+        )
         for plan in ("shuffle", "native")
     )
     assert ours <= 1.05 * theirs
 
 
+def _images_and_bands(p: Problem) -> tuple[int, int]:
+    images, bands = cpu.run._shares(p, cpu.run._geometry(p))
+    return images, len(bands)
+
+
 def test_a_small_batch_is_taken_in_few_shares() -> None:
     """Each share waits for its threads, which beside other programs takes longer than a small share's sums."""
     p = Problem.make(4, 128, 3, (128, 128), 4, 2, 1, layout="channels_last")
-    assert cpu.run._share(p, cpu.run._geometry(p)) == 2
-    assert cpu.run._share(p.with_(batch=64), cpu.run._geometry(p.with_(batch=64))) < 32
+    assert _images_and_bands(p) == (2, 1)
+    assert _images_and_bands(p.with_(batch=64))[0] < 32
+    assert _images_and_bands(Problem.make(1, 56, 1, (128, 128), 9, 3, 3, layout="channels_last")) == (1, 1)
+
+
+def test_a_large_image_is_taken_in_bands_where_pytorch_holds_little() -> None:
+    p = Problem.make(2, 56, 1, (384, 384), 9, 3, 3, layout="channels_last")
+    assert _images_and_bands(p) == (1, 2)
+    assert _images_and_bands(p.with_(layout="nchw")) == (2, 1) and cpu.run.turned(p.with_(layout="nchw"))
+    dilated = Problem.make(1, 32, 64, (256, 256), (3, 5), (2, 3), (1, 2), 0, 2, 4, layout="channels_last")
+    assert _images_and_bands(dilated) == (1, 1)
 
 
 @given(p=gradient_problems())

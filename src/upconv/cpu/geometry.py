@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,6 +85,13 @@ class Window:
     def axis(self) -> Axis:
         """The window's correlation; listing its taps takes long where the zeros among them are many."""
         return Axis(self.input, self.size, self.first - self.high, self.count, self.step)
+
+    def part(self, rows: range) -> Window:
+        """The window for the results in a range alone, of those that `count` counts."""
+        part = copy(self)
+        part.__dict__.pop("axis", None)
+        part.first, part.count = self.first + rows.start, len(rows)
+        return part
 
     @property
     def covers_all(self) -> bool:

@@ -36,6 +36,7 @@ _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
 # Multiplications per output from which that padding sets the time, not the pass over the results.
 _FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
+_TURNED_TAPS = 32  # taps below which turning the input takes as long as a correlation of few channels gains
 # Where oneDNN's float32 sum for the bias takes a fifth of a step: output channels of a group from which it is slower
 # than torch.sum, elements from which the calls do not matter, and multiplications per output up to which it shows.
 _SPLIT_CHANNELS, _SPLIT_OUTPUT, _SPLIT_WORK = 32, 1 << 20, 128
@@ -174,4 +175,5 @@ def _few_channels(p: Problem) -> bool:
     """Whether PyTorch's operator spends most of its time on the channels that it pads a layer with."""
     few = p.groups == 1 and p.out_channels <= _FEW_CHANNELS and p.rank == 2 and p.size[-1] >= _FEW_ROW
     fills = p.out_channels * math.prod(p.stride) >= _LEAST_RESULTS
-    return few and fills and p.macs >= _FEW_CHANNELS_WORK[p.layout] * math.prod(p.output_shape)
+    pays = p.taps >= _TURNED_TAPS or not run.turned(p)
+    return few and fills and pays and p.macs >= _FEW_CHANNELS_WORK[p.layout] * math.prod(p.output_shape)

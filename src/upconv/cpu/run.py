@@ -18,7 +18,7 @@ only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` 
 does not serve, where its gradients cannot be trusted (see `untrusted_gradients`).
 
 The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
-In channels_last that output is of as many images at a time as a bound allows.
+In channels_last that output is of as many images, or rows of an image, at a time as a bound allows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from upconv.cpu.geometry import Axis, Piece, Window, tap_slice, windows
-from upconv.cpu.onednn import HALF, untrusted, unwritten
+from upconv.cpu.onednn import HALF, own_kernel, untrusted, unwritten
 from upconv.problem import Problem
 
 FORWARD_PLANS = ("native", "unbiased", "wide", "flip", "shuffle")
@@ -187,14 +187,13 @@ def _wide(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-# Below 16 input channels oneDNN reads NCHW through a padded copy. With channels_last weights PyTorch has the input
-# reordered once instead (docs/experiments.md).
-_NARROW_INPUT = 16
-# A correlation's results, and oneDNN's copies of them, exist beside the output. In NCHW PyTorch's operator holds as
-# much, in channels_last little: there the results of a share of the batch are this part of all bytes at most. Below so
-# many bytes a share ends before threads that wait for a core are run again, and beside other programs each share waits.
-_SHARE = 1 / 40
-_SHARE_BYTES = 1 << 21
+# oneDNN's NCHW convolutions read and write copies whose channels are padded to a multiple of so many. Below that many
+# input channels it is faster to turn the input: with channels_last weights PyTorch does (docs/experiments.md).
+_PADDED_CHANNELS = 16
+# What a correlation holds beside PyTorch's operator is this part of that operator's peak at most.
+_EXCESS = 1 / 20
+# A share of less ends before threads that wait for a core are run again, and beside other programs each share waits.
+_SHARE_BYTES = 1 << 20
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -216,22 +215,24 @@ def _outputs(out: Tensor, pieces: Sequence[Piece], windows: Sequence[Window], sh
 
 class _Geometry:
     """What `shuffle` moves where for a Problem, found once on meta tensors: building the views takes as long as a small
-    layer.
+    layer. ``rows`` are the results along the first axis that are computed, of all that its window counts.
     """
 
-    def __init__(self, p: Problem) -> None:
+    def __init__(self, p: Problem, rows: range | None = None) -> None:
         self.windows = windows(p)
+        if rows is not None:
+            self.windows[0] = self.windows[0].part(rows)
         self.axes = [w.axis for w in self.windows]
         self.whole = all(window.covers_all for window in self.windows)
         self.dead = any(axis.dead for axis in self.axes)
         # Either operand in channels_last makes the correlation's result so.
-        self.layout = "channels_last" if p.in_channels < _NARROW_INPUT else p.layout
+        self.layout = "channels_last" if turned(p) else p.layout
         self.residues = tuple(len(w.residues) for w in self.windows)
         self.packed_shape = (
             p.groups, *self.residues, p.out_channels // p.groups, p.in_channels // p.groups,
             *(w.size for w in self.windows),
         )  # fmt: skip
-        self.taps = list(self._taps(p))
+        self.taps = list(self._taps(p)) if rows is None else []
         self.scatter = [] if self.dead else list(self._scatter(p))
 
     def _taps(self, p: Problem) -> Iterator[tuple[View, View]]:
@@ -279,30 +280,61 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     if bias is not None:
         every, co = math.prod(geometry.residues), p.out_channels // p.groups
         repeated = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
-    images = _share(p, geometry)
+    images, bands = _shares(p, geometry)
+    whole = geometry.whole and all(_geometry(p, rows).whole for rows in bands)  # no tap may reach a whole band
     for begin, given in zip(range(0, p.batch, images), x.split(images)):
-        share = _geometry(p.with_(batch=given.shape[0]))
-        y = _convolve(given, packed, repeated, p.groups, share.axes)
-        # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
-        y = y.contiguous(memory_format=memory_format(share.layout, p.rank))
-        if out is None:  # only now: the first correlation's own temporaries are gone
-            out = _empty_output(p, x)
-            if not share.whole:
-                _fill(out, bias, p.rank)
-        for (shape, strides, start), results in share.scatter:
-            start += begin * out.stride(0)
-            torch.as_strided(out, shape, strides, start).copy_(torch.as_strided(y, *results))
+        for rows in bands:
+            share = _geometry(p.with_(batch=given.shape[0]), rows)
+            if share.dead:
+                continue
+            y = _convolve(given, packed, repeated, p.groups, share.axes)
+            # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
+            y = y.contiguous(memory_format=memory_format(share.layout, p.rank))
+            if out is None:  # only now: the first correlation's own temporaries are gone
+                out = _empty_output(p, x)
+                if not whole:
+                    _fill(out, bias, p.rank)
+            for (shape, strides, start), results in share.scatter:
+                start += begin * out.stride(0)
+                torch.as_strided(out, shape, strides, start).copy_(torch.as_strided(y, *results))
+            del y
     assert out is not None
     return out
 
 
-def _share(p: Problem, geometry: _Geometry) -> int:
-    """Images per correlation of `shuffle`: all, but in channels_last those within `_SHARE` and `_SHARE_BYTES`."""
+def turned(p: Problem) -> bool:
+    """Whether `shuffle` turns an NCHW input, because oneDNN's padded copies would be slow or larger than PyTorch's.
+
+    PyTorch's operator, where oneDNN has a kernel for it, holds the turned input and output without padding.
+    """
+    if p.layout == "channels_last" or p.in_channels < _PADDED_CHANNELS:
+        return p.layout == "nchw"
+    inputs, outputs, pixels = (math.prod(shape) for shape in (p.input_shape, p.output_shape, (p.batch, *p.size)))
+    padding = -p.in_channels % _PADDED_CHANNELS + -(p.out_channels * math.prod(p.stride)) % _PADDED_CHANNELS
+    return p.groups == 1 and own_kernel(p) and padding * pixels > _EXCESS * (2 * inputs + outputs)
+
+
+def _shares(p: Problem, geometry: _Geometry) -> tuple[int, Sequence[range | None]]:
+    """Images per correlation of `shuffle`, and the rows of results that each computes, None for all.
+
+    In NCHW it is all of them: PyTorch's operator holds as much there. In channels_last it holds a copy of the input,
+    an image's im2col, or little, where oneDNN has a kernel for the layer; then an image is divided too.
+    """
     if p.layout == "nchw":
-        return p.batch
+        return p.batch, [None]
+    copied = not own_kernel(p) and p.groups == 1 and max(p.dilation) == 1
+    held = math.prod(p.input_shape) * p.dtype.itemsize if copied else 0
+    most = max(_SHARE_BYTES, held + int(_EXCESS * p.bytes))
     channels = math.prod(geometry.packed_shape[: p.rank + 2])
-    image = channels * math.prod(axis.made for axis in geometry.axes) * p.dtype.itemsize
-    return max(1, min(p.batch, max(_SHARE_BYTES, int(_SHARE * p.bytes)) // image))
+    row = channels * math.prod(axis.made for axis in geometry.axes[1:]) * p.dtype.itemsize
+    images = most // (row * geometry.axes[0].made)
+    if images or not own_kernel(p):
+        return max(1, min(p.batch, images)), [None]
+    live = range(geometry.axes[0].live.start, geometry.axes[0].live.stop)
+    step = -(-len(live) // -(-len(live) // max(1, most // row)))
+    parts = [live[begin : begin + step] for begin in range(0, len(live), step)]
+    # The largest first (those at a border compute a row too many), so that each fits into what the one before it freed.
+    return 1, sorted(parts, key=lambda rows: -_geometry(p, rows).axes[0].made)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
