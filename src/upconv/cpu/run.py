@@ -266,22 +266,17 @@ _geometry = lru_cache(maxsize=1024)(_Geometry)
 
 
 def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    geometry, out = _geometry(p), None
+    geometry = _geometry(p)
     if geometry.dead:
-        out = _empty_output(p, x)
-        _fill(out, bias, p.rank)
-        return out
-    flipped = weight.flip(tuple(range(2, 2 + p.rank))).contiguous()
-    packed = flipped.new_zeros(geometry.packed_shape)
-    for into, taps in geometry.taps:
-        torch.as_strided(packed, *into).copy_(torch.as_strided(flipped, *taps))
-    packed = _pack(packed.flatten(1, 1 + p.rank), geometry.layout)
-    repeated = None
-    if bias is not None:
-        every, co = math.prod(geometry.residues), p.out_channels // p.groups
-        repeated = bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
+        return _blank(p, x, bias, filled=True)
     images, bands = _shares(p, geometry)
-    whole = geometry.whole and all(_geometry(p, rows).whole for rows in bands)  # no tap may reach a whole band
+    geometries = [_geometry(p, rows) for rows in bands]
+    filled = not all(g.whole for g in (geometry, *geometries))  # no tap may reach a whole band
+    several = images < p.batch or len(bands) > 1
+    packed, repeated = _packed(p, geometry, weight, bias)
+    # The results of several shares take turns in memory only if no block that stays was put behind the first. A single
+    # correlation's own temporaries are gone when it is done.
+    out = _blank(p, x, bias, filled) if several else None
     for begin, given in zip(range(0, p.batch, images), x.split(images)):
         for rows in bands:
             share = _geometry(p.with_(batch=given.shape[0]), rows)
@@ -290,16 +285,33 @@ def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
             y = _convolve(given, packed, repeated, p.groups, share.axes)
             # It is dense in this format already, but for 1x1 weights of one channel, which are read as either format's.
             y = y.contiguous(memory_format=memory_format(share.layout, p.rank))
-            if out is None:  # only now: the first correlation's own temporaries are gone
-                out = _empty_output(p, x)
-                if not whole:
-                    _fill(out, bias, p.rank)
+            out = _blank(p, x, bias, filled) if out is None else out
             for (shape, strides, start), results in share.scatter:
                 start += begin * out.stride(0)
                 torch.as_strided(out, shape, strides, start).copy_(torch.as_strided(y, *results))
             del y
     assert out is not None
     return out
+
+
+def _blank(p: Problem, like: Tensor, bias: Tensor | None, filled: bool) -> Tensor:
+    out = _empty_output(p, like)
+    if filled:
+        _fill(out, bias, p.rank)
+    return out
+
+
+def _packed(p: Problem, geometry: _Geometry, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The weights and the bias of the correlation: one channel for each residue and output channel."""
+    flipped = weight.flip(tuple(range(2, 2 + p.rank))).contiguous()
+    packed = flipped.new_zeros(geometry.packed_shape)
+    for into, taps in geometry.taps:
+        torch.as_strided(packed, *into).copy_(torch.as_strided(flipped, *taps))
+    packed = _pack(packed.flatten(1, 1 + p.rank), geometry.layout)
+    if bias is None:
+        return packed, None
+    every, co = math.prod(geometry.residues), p.out_channels // p.groups
+    return packed, bias.view(-1, 1, co).expand(p.groups, every, co).reshape(-1)
 
 
 def turned(p: Problem) -> bool:
@@ -332,9 +344,7 @@ def _shares(p: Problem, geometry: _Geometry) -> tuple[int, Sequence[range | None
         return max(1, min(p.batch, images)), [None]
     live = range(geometry.axes[0].live.start, geometry.axes[0].live.stop)
     step = -(-len(live) // -(-len(live) // max(1, most // row)))
-    parts = [live[begin : begin + step] for begin in range(0, len(live), step)]
-    # The largest first (those at a border compute a row too many), so that each fits into what the one before it freed.
-    return 1, sorted(parts, key=lambda rows: -_geometry(p, rows).axes[0].made)
+    return 1, [live[begin : begin + step] for begin in range(0, len(live), step)]
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
