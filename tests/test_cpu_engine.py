@@ -147,6 +147,26 @@ def test_a_large_image_is_taken_in_bands_where_pytorch_holds_little() -> None:
     assert _images_and_bands(dilated) == (1, 1)
 
 
+@pytest.mark.parametrize("threads", (1, 2, 16))
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("size", [(512, 512), (1_000_000,), (32, 128, 128)], ids=str)
+@pytest.mark.parametrize("kernel", (2, 3, 4))
+def test_upsampling_of_one_channel_is_pytorchs(kernel, size, dtype, layout, threads) -> None:
+    """A correlation of so few channels is many times slower than oneDNN's own kernel."""
+    p = Problem.make(4, 1, 1, size, kernel, kernel, dtype=dtype, bias=True, layout=layout if len(size) > 1 else "nchw")
+    assert rule.choose_forward(p, {torch.float32, torch.bfloat16}, threads)[0] == "native"
+
+
+def test_shares_of_little_work_are_left_to_pytorch() -> None:
+    few = Problem.make(1, 32, 4, (256, 256), 9, 2, 4, 1, bias=True, layout="channels_last")
+    assert cpu.run.shares(few) > 2 and rule.choose_forward(few, {torch.float32}, 2)[0] == "native"
+    more = few.with_(batch=16, size=(512, 512))
+    assert rule.choose_forward(more, {torch.float32}, 2)[0] == "shuffle"
+    turned = Problem.make(1, 56, 3, (256, 256), 4, 2, 1, bias=True)
+    assert cpu.run.turned(turned) and rule.choose_forward(turned, {torch.float32}, 2)[0] == "native"
+
+
 @given(p=gradient_problems())
 @settings(max_examples=500 if EVERY else 150, deadline=None)
 def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
@@ -166,6 +186,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(rule, name, 0)
         for name in ("_WEIGHTS_PER_OUTPUT", "_BLOWUP"):
             monkeypatch.setattr(rule, name, 1e9)
+        monkeypatch.setattr(rule, "_SHARE_WORK", dict.fromkeys(rule._SHARE_WORK, 0))
     _forget_plans()
     yield taken
     _forget_plans()

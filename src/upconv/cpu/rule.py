@@ -36,6 +36,9 @@ _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
 # Multiplications per output from which that padding sets the time, not the pass over the results.
 _FEW_CHANNELS_WORK = {"nchw": 200, "channels_last": 400}
+# PyTorch's multiplications, per output channel, thread and share of `shuffle`, below which waiting for several shares'
+# threads beside other programs takes what the plan gains.
+_SHARE_WORK = {torch.float32: 25_000_000, torch.bfloat16: 50_000_000, torch.float16: 50_000_000}
 _TURNED_TAPS = 32  # taps below which turning the input takes as long as a correlation of few channels gains
 # Where oneDNN's float32 sum for the bias takes a fifth of a step: output channels of a group from which it is slower
 # than torch.sum, elements from which the calls do not matter, and multiplications per output up to which it shows.
@@ -160,7 +163,7 @@ def _choose_strided(p: Problem, threads: int) -> Choice:
         return _relieved(p, "one correlation of all phases would not pay for moving its results")
     if dilated and _large_im2col(p):
         return "shuffle", _IM2COL
-    if _few_channels(p):
+    if _few_channels(p) and _shares_pay(p, threads):
         return "shuffle", f"few output channels ({p.out_channels}) would be padded to a vector for every phase"
     return _relieved(p, "oneDNN's own transposed kernel is the fastest for this shape")
 
@@ -177,3 +180,9 @@ def _few_channels(p: Problem) -> bool:
     fills = p.out_channels * math.prod(p.stride) >= _LEAST_RESULTS
     pays = p.taps >= _TURNED_TAPS or not run.turned(p)
     return few and fills and pays and p.macs >= _FEW_CHANNELS_WORK[p.layout] * math.prod(p.output_shape)
+
+
+def _shares_pay(p: Problem, threads: int) -> bool:
+    """Whether what `shuffle` computes at a time, to hold no more memory than PyTorch's operator, is work enough."""
+    shares = run.shares(p)
+    return shares == 1 or p.macs >= _SHARE_WORK[p.dtype] * threads * shares * p.out_channels

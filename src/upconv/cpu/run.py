@@ -326,6 +326,12 @@ def turned(p: Problem) -> bool:
     return p.groups == 1 and own_kernel(p) and padding * pixels > _EXCESS * (2 * inputs + outputs)
 
 
+def shares(p: Problem) -> int:
+    """How many correlations `shuffle` takes."""
+    images, bands = _shares(p, _geometry(p))
+    return -(-p.batch // images) * len(bands)
+
+
 def _shares(p: Problem, geometry: _Geometry) -> tuple[int, Sequence[range | None]]:
     """Images per correlation of `shuffle`, and the rows of results that each computes, None for all.
 
