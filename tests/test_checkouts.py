@@ -1,8 +1,9 @@
-"""The program that times two checkouts: which rows it takes for alike."""
+"""Programs of benchmarks that look at kernels: which rows of two checkouts are alike, what a sanitizer is given."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from upconv.problem import Problem
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import checkouts  # noqa: E402
+import racecheck  # noqa: E402
 
 SOURCE = """
 __constant__ const int TABLE[] = {%s};
@@ -74,3 +76,15 @@ def test_each_side_computes_its_own_calls(tmp_path: Path, monkeypatch: pytest.Mo
             run()
         assert sorted(called) == sorted([side.name for side in sides] * (calls // 2)), pass_
         called.clear()
+
+
+@pytest.mark.parametrize("name", list(racecheck.EVERY_LANE))
+def test_every_arrival_of_one_lane_is_made_by_all(name: str) -> None:
+    text = jit.instance(name, {}, [])  # with its includes
+    changed = racecheck.every_lane(name, text)
+    by_one = r"(lane|threadIdx\.x & 31\)) == 0[^;{]*\) (barrier_arrive|release)\("
+    assert re.search(by_one, text) and not re.search(by_one, changed)
+    for arrival in ("barrier_arrive(", "release("):
+        assert changed.count(arrival) == text.count(arrival)
+    with pytest.raises(ValueError, match="must have"):
+        racecheck.every_lane(name, changed)
