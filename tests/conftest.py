@@ -192,27 +192,6 @@ def rounding_bound(dtype: torch.dtype, length: int) -> float:
     return 2 * unit_roundoff(dtype) + 2 * (length + 2) * steps
 
 
-def assert_accurate(ours: Tensor, truth: Tensor, magnitude: Tensor, length: int, theirs: Tensor | None = None) -> None:
-    """Each element is within the rounding bound of the truth, or at least as near to it as PyTorch's own result.
-
-    ``magnitude`` is the sum of the absolute products behind each element, ``length`` how many they are at most.
-    """
-    limit = magnitude.double() * rounding_bound(ours.dtype, length) + torch.finfo(ours.dtype).tiny
-    if theirs is not None:
-        limit = torch.maximum(limit, (theirs.to(truth.dtype) - truth).abs())
-    error = (ours.to(truth.dtype) - truth).abs()
-    assert ours.shape == truth.shape
-    worst = (
-        (error / limit).nan_to_num(nan=math.inf if error.isnan().any() else 0.0).max().item() if error.numel() else 0.0
-    )
-    assert worst <= 1, f"error is {worst:.3g} times its bound (dtype {ours.dtype}, {length} products)"
-
-
-def tf32_magnitude(magnitude: Tensor, products: int) -> Tensor:
-    """`assert_accurate`'s magnitude for operands that lose up to 2^-11 each, of float32 sums of so many products."""
-    return magnitude * (1 + 2**-10 / 2**-24 / (2 * (products + 2) + 2))
-
-
 def assert_equal(ours: Any, theirs: Any) -> None:
     """Same values to the last bit, dtype, shape and strides."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -269,28 +248,6 @@ class Call:
         call = Call(operands[0], operands[1], operands[2] if self.bias is not None else None, self.kwargs)
         out = call.run(functions)
         return (out.detach(), *torch.autograd.grad(out, operands, grad))
-
-    def lengths(self, out: Tensor) -> tuple[int, ...]:
-        """Products behind an element of the output, the input gradient, the weight gradient and the bias gradient."""
-        taps = self.weight[0, 0].numel()
-        groups = self.kwargs.get("groups", 1)
-        pixels = out.numel() // max(1, out.shape[-1 - self.rank])
-        return (self.weight.shape[0] // groups * taps, self.weight.shape[1] * taps, pixels, pixels)
-
-    def check(self) -> None:
-        """Output and gradients: PyTorch's shapes, dtypes and strides, and values as near to the truth as they must be.
-
-        The truth is PyTorch's operator in float64 (`Problem`'s own reference is compared elsewhere).
-        """
-        theirs_out = self.run(THEIRS)
-        grad = torch.randn_like(theirs_out)
-        ours, theirs = self.gradients(OURS, grad), self.gradients(THEIRS, grad)
-        truth = self.map(Tensor.double).gradients(THEIRS, grad.double())
-        size = self.map(lambda t: t.double().abs()).gradients(THEIRS, grad.double().abs())
-        for a, b, exact, magnitude, length in zip(ours, theirs, truth, size, self.lengths(theirs_out)):
-            assert a.dtype is b.dtype
-            assert a.stride() == b.stride(), (a.shape, a.stride(), b.stride())
-            assert_accurate(a, exact, magnitude, length, b)
 
 
 def make_call(

@@ -93,19 +93,24 @@ def operands(p: Problem, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None, 
     return x, w, draw((p.out_channels,)) if p.bias else None, g
 
 
-def excess(out: Tensor, truth: Tensor, magnitude: Tensor, terms: int, roundings: int = 0) -> float:
+def excess(out: Tensor, truth: Tensor, magnitude: Tensor, terms: int, roundings: int = 0, tf32: bool = False) -> float:
     """The largest error over its bound; at most 1 for a right result.
 
     ``magnitude`` is the same sum with absolute values. Products and sums are made in float32 at least (float64 for
     float64), in any order, and the result is rounded once to the dtype: ``|error| <= (terms + 4) u_sum magnitude +
     2 u_out |truth|``, with an absolute floor where half precisions underflow. Higham, "Accuracy and Stability of
     Numerical Algorithms", 3.1. Where PyTorch's own operations keep partial sums in the result's dtype, ``roundings`` of
-    them add ``u_out magnitude`` each.
+    them add ``u_out magnitude`` each. In TF32 both factors are rounded to 11 bits: ``2 * 2**-11`` of each product.
     """
+    assert out.shape == truth.shape
     info = torch.finfo(out.dtype)
     u_out = info.eps / 2
     u_sum = 2**-53 if out.dtype is torch.float64 else 2**-24
-    bound = ((terms + 4) * u_sum + roundings * u_out) * magnitude + 2 * u_out * truth.abs() + info.smallest_normal
+    bound = (
+        ((terms + 4) * u_sum + roundings * u_out + tf32 * 2.1 * 2**-11) * magnitude
+        + 2 * u_out * truth.abs()
+        + info.smallest_normal
+    )
     return ((out.double() - truth).abs() / bound).max().item() if out.numel() else 0.0
 
 
