@@ -15,6 +15,7 @@ from upconv.bench.suites import parse_layer
 from upconv.cuda import gpu
 from upconv.explain import estimated_ceilings, verdict
 from upconv.planner import Device
+from upconv.problem import Problem
 
 explain = partial(command, "explain")
 LAYER = ("64,64,4,stride=2,padding=1", "--input", "8x64x32x32")
@@ -87,6 +88,14 @@ def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> Non
     text = verdict(step, plan, rates)
     assert f" in about {1e3 * seconds:.3g} ms on " in text and "compute the forward pass and its gradients" in text
     assert text.startswith(f"upconv's kernels {', '.join(plan.engine('step')[5:].split('+'))} compute ")
+
+
+def test_pytorchs_own_operator_is_named_with_its_reason() -> None:
+    p = Problem.make(1, 8, 8, (4, 4), 3, dtype=torch.bfloat16)
+    plan = planner.plan(p, Device("cuda", unavailable="PyTorch finds no CUDA device"))
+    rates = estimated_ceilings(gpu.H200)
+    expected = "PyTorch's own operator computes the forward pass: PyTorch finds no CUDA device."
+    assert verdict(p, plan, rates) == expected
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import struct
 import threading
 import time
@@ -231,13 +230,8 @@ def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path)
 def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
     launch = launcher(driver, "i", 2048, 99)
     driver.answers = [RESULTS.CUDA_ERROR_INVALID_VALUE]
-    message = (
-        "the launch of f with a grid of 7, blocks of 2048 threads and 99 bytes of shared memory on cuda:0 failed with "
-        "CUDA_ERROR_INVALID_VALUE"
-    )
-    with pytest.raises(LaunchError, match=f"^{re.escape(message)}$") as caught:
+    with pytest.raises(LaunchError, match=r"launch of f .* 7, .* 2048 .* 99 .* cuda:0 .* CUDA_ERROR_INVALID_VALUE$"):
         launch(STREAM, 7, (1,))
-    assert isinstance(caught.value, RuntimeError)
     driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         launch(STREAM, 7, (1,))
