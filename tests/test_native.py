@@ -455,6 +455,23 @@ def test_running_out_of_memory_once_leaves_no_call_to_python(
 
 
 @needs_gxx
+def test_a_gradient_that_begins_elsewhere_is_not_what_is_recorded(machine: Machine, monkeypatch: Any) -> None:
+    """The pass copies it, and a recording would have other gradients copied too."""
+    layer, x = CASES[0](), torch.randn(SIZES[0], requires_grad=True)
+    steps: list[Any] = []
+    repeatable = recording.Recording.repeatable
+    monkeypatch.setattr(
+        recording.Recording, "repeatable", lambda self, found: steps.extend(self.steps) or repeatable(self, found)
+    )
+    for beyond in (0, 0, 0, 1, 0):
+        out = layer(x)
+        grad = torch.randn(out.numel() + 1)[beyond : out.numel() + beyond].view(out.shape)
+        torch.autograd.grad(out, [x, *layer.parameters()], grad)
+    called = [one.name for one in steps if isinstance(one, recording.Call)]
+    assert not set(called) & {"aten::clone", "aten::copy_"} and is_replayed(out)
+
+
+@needs_gxx
 def test_graphs_behave_as_pytorchs(machine: Machine) -> None:
     layer = CASES[0]()
     x = torch.randn(SIZES[0], requires_grad=True)
