@@ -157,25 +157,41 @@ class Multiplied:
     bare: tuple[tuple[Bare, ...], ...]
     """Per variant the sub-positions without taps that its tiles store; empty where no variant has any."""
     blocks_of_w: tuple[int, ...]
+    own_rows: bool
+    """Whether a variant's tiles have the rows that its own taps read, and not those of all taps."""
 
     @derived
     def entries(self) -> Entries:
-        """In the order of their offsets."""
+        """In the order of their offsets, which count from the variant's `origins`."""
         return tuple(
             tuple(
-                self._block(pairs, self.axes[2].at(first + u)) for u, block in enumerate(self.blocks_of_w) if block >= 0
+                self._block(pairs, origin, self.axes[2].at(first + u))
+                for u, block in enumerate(self.blocks_of_w)
+                if block >= 0
             )
-            for pairs, first in self.variants
+            for (pairs, first), origin in zip(self.variants, self.origins)
         )
 
-    def _block(self, pairs: Pairs, taps: Taps) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
+    def _block(
+        self, pairs: Pairs, origin: tuple[int, int], taps: Taps
+    ) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
         """The entries of a block, whose taps along W are these."""
         width, of_w = self.kernel[2], sorted((offset, k) for k, offset in taps)
         return tuple(
-            ((d, h, w), tuple(tap * width + k if tap >= 0 else -1 for tap in of_rows))
+            ((d - origin[0], h - origin[1], w), tuple(tap * width + k if tap >= 0 else -1 for tap in of_rows))
             for (d, h), of_rows in self._rows[pairs]
             for w, k in of_w
         )
+
+    @derived
+    def origins(self) -> tuple[tuple[int, int], ...]:
+        """Per variant the (D, H) offsets that its tiles begin at; zeros where those of all variants are the same."""
+        found = {
+            pairs: (min((d for (d, _), _ in rows), default=0), min((h for (_, h), _ in rows), default=0))
+            for pairs, rows in self._rows.items()
+        }
+        own = self.own_rows and len(set(found.values())) > 1
+        return tuple(found[pairs] if own else (0, 0) for pairs, _ in self.variants)
 
     @derived
     def _rows(self) -> dict[Pairs, list[tuple[tuple[int, int], list[int]]]]:
@@ -227,13 +243,22 @@ class Multiplied:
 
     @derived
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Of each axis the offsets of all taps, in order."""
-        return tuple(tuple(sorted({offset for _, taps in axis.taps for _, offset in taps})) for axis in self.axes)
+        """Of each axis the offsets of all taps, in order; of D and H as `entries` have them."""
+        d, h, w = (sorted({offset for _, taps in axis.taps for _, offset in taps}) for axis in self.axes)
+        if any(map(any, self.origins)):
+            found = dict(zip((pairs for pairs, _ in self.variants), self.origins))
+            rows = [(d - first[0], h - first[1]) for pairs, first in found.items() for (d, h), _ in self._rows[pairs]]
+            d, h = (sorted(set(of_axis)) for of_axis in zip(*rows))
+        return tuple(d), tuple(h), tuple(w)
+
+
+Division = tuple[Problem, Triple, int, int, bool]
+"""What `multiplied` is asked for."""
 
 
 @lru_cache(maxsize=1024)
-def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> Multiplied:
-    """What is multiplied by one division of the taps.
+def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int, own_rows: bool) -> Multiplied:
+    """What is multiplied by one division of the taps. ``own_rows``: as `Multiplied` says.
 
     Raises:
         Unfit: sub-positions do not fill tiles or blocks, or the kernel's tables have no room for all of them.
@@ -266,7 +291,7 @@ def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int) -> Multiplied
         numbers = {sub: i for i, (sub, _) in enumerate(axis_w.taps)}
         blocks_of_w = tuple(numbers.get(u, -1) for u in range(w_subs))
     d, h, w = (1,) * (3 - p.rank) + p.kernel
-    return Multiplied(axes, (d, h, w), variants, bare, blocks_of_w)
+    return Multiplied(axes, (d, h, w), variants, bare, blocks_of_w, own_rows)
 
 
 def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int) -> list[Pairs]:

@@ -45,7 +45,7 @@ def _named(t: Tiling, *names: str) -> Constants:
     return {name: getattr(t, name) for name in names}
 
 
-def _of_axes(name: str, axes: str, values: Iterable[int]) -> Constants:
+def _of_axes(name: str, axes: str, values: Iterable[int | tuple[int, ...]]) -> Constants:
     return {f"{name}_{axis}": value for axis, value in zip(axes, values)}
 
 
@@ -65,6 +65,7 @@ def pixel_constants(t: Tiling) -> Constants:
             "residues": tuple(w for _, _, w in t.planes) if t.strided_box else t.residues,
             "stages_p": t.stages_p,
             "stages_s": t.stages_s,
+            "own_rows": any(map(any, t.multiplied.origins)),
         }
         | _fetch_constants(t)
     )
@@ -104,6 +105,8 @@ def _weight_constants(t: Tiling) -> Constants:
     p = t.problem
     found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
     found |= _named(t, "resident", "w_stage", "ring_fragments") | _of_axes("out_step", "dhw", t.out_steps)
+    if any(map(any, t.multiplied.origins)):
+        found |= _of_axes("origins", "dh", zip(*t.multiplied.origins))
     return found | {
         "grad_input": p.pass_ != "fwd",
         "cout": result_shape(p if t.shuffle is None else t.shuffle.layer)[1],

@@ -32,7 +32,7 @@ _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since eac
 _MAX_WHOLE = 1024  # pixels
 _NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
 _GROUP = 8  # columns, which images of two dimensions and more fill in tiles of their own
-_TAPS = "problem", "unroll", "subs", "w_subs"
+_TAPS = "problem", "unroll", "subs", "w_subs", "classes"
 _ROW, _STRIP = (1, 64), (8, 8)
 
 

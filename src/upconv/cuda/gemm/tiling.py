@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from upconv.cuda.axes import MOST_CONSTANTS, Entries, Unfit, multiplied, positions, result_shape, source_shape
+from upconv.cuda.axes import MOST_CONSTANTS, Division, Entries, Unfit, multiplied, positions, result_shape, source_shape
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX
@@ -47,7 +47,7 @@ def _sets(steps: int) -> int:
 
 @lru_cache(maxsize=1024)  # many tiles of a layer ask for one of few
 def _taps_of_rounds(
-    division: tuple[Problem, Triple, int, int], in_steps: Triple, planewise: bool, k_steps: int, short: bool
+    division: Division, in_steps: Triple, planewise: bool, k_steps: int, short: bool
 ) -> int:
     """Most taps of a round of all blocks of a division of the taps (`multiplied`), or of all their planes.
 
@@ -137,7 +137,7 @@ class Tiling(TiledPixels):
         in_turn = self.planewise and self.split == 2
         return few or in_turn or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "chunk", "wgmma")
+    @derived_from("problem", "unroll", "subs", "w_subs", "classes", "chunk", "wgmma")
     def _short(self) -> bool:
         most, total = self.multiplied.most * self.k_steps, self.multiplied.total * self.k_steps
         return self.wgmma and self.parts == 1 and most <= _STEPS_STRAIGHT[0] and total <= _STEPS_STRAIGHT[1]
@@ -152,8 +152,7 @@ class Tiling(TiledPixels):
         """Most taps of a `queued` round; 0 where there is none. `planewise`: those of a plane."""
         if self.mb > 1:  # registers spill
             return 0
-        division = self.problem, self.unroll, self.subs, self.width_subs
-        taps = _taps_of_rounds(division, self.in_steps, self.planewise, self.k_steps, self._short)
+        taps = _taps_of_rounds(self.division, self.in_steps, self.planewise, self.k_steps, self._short)
         if self.planewise:
             return taps if self.multiplied.lengths == {self.plane_count * taps} else 0
         # Else the rows of taps alike need not be.

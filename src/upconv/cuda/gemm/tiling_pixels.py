@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 
-from upconv.cuda.axes import Axis, Multiplied, gather_axes, multiplied, result_shape, source_shape
+from upconv.cuda.axes import Axis, Division, Multiplied, gather_axes, multiplied, result_shape, source_shape
 from upconv.cuda.compile.boxes import MAX_CLASSES
 from upconv.cuda.gemm.shuffle import Shuffle, Triple
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
@@ -21,8 +21,8 @@ _MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
 
 
-of_taps = derived_from("problem", "unroll", "subs", "w_subs")
-_of_columns = derived_from("problem", "unroll", "subs", "w_subs", "tile")
+of_taps = derived_from("problem", "unroll", "subs", "w_subs", "classes")
+_of_columns = derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile")
 of_pixels = derived_without("stages_p", "stages_s", "stages_w", "w_stage", "resident", "drained", "cluster")
 
 
@@ -135,7 +135,12 @@ class TiledPixels:
 
     @of_taps
     def multiplied(self) -> Multiplied:
-        return multiplied(self.problem, self.unroll, self.subs, self.width_subs)
+        return multiplied(*self.division)
+
+    @property
+    def division(self) -> Division:
+        """Of the taps. Classes are those of a tile's rows, whichever its variant."""
+        return self.problem, self.unroll, self.subs, self.width_subs, self.classes == (1, 1)
 
     # --- N: pixels ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +202,7 @@ class TiledPixels:
         """Of each axis the offsets of all taps, in order."""
         return self.multiplied.offsets
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "tile", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile", "planewise")
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 

@@ -132,13 +132,14 @@ using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, PIXELS / C::box_pixel
 template <class C>
 struct Slot<C, WHOLE_IMAGES> : ImagesOf<C, 1>::Of {
 using T = PixelTile<C>;
+static constexpr bool EVERY_TILE = C::own_rows;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {r * C::box_pixels, 0, 0, at.channel, at.n};
 }
 // The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int* segments, int segment, int image, int column, u32) {
-  int d = T::offset_d(segments[segment]), h = T::offset_h(segments[segment]), w = C::first_w + column;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
+  int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]), w = C::first_w + column;
   bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
   int pixel = inside ? (d * C::image_h + h) * C::image_w + w : 0;
   u32 from = ((pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + pixel % C::box_pixels) * T::ELEMENT;

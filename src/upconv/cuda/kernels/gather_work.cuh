@@ -4,6 +4,9 @@
 template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
+template <class C> __constant__ const auto ORIGIN_D = table_of<short>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
+template <class C> __constant__ const auto ORIGIN_H = table_of<short>(C::origins_h);
+
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
 // one stretch. More: C::taps_unrolled taps of a block are one, a round.
 enum Steps { STRAIGHT, ROLLED };
@@ -62,6 +65,12 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   if constexpr (C::fetch == IMAGES_BESIDE) t.n = q / s.tiles_d * C::beside;
   else t.n = q / s.tiles_d * C::tile_n;
   return t;
+}
+
+static __device__ __forceinline__ typename T::Source source_of(const Tile& t, int chunk) {
+  typename T::Source at = T::source_of(t, chunk);
+  if constexpr (C::own_rows) at.d += ORIGIN_D<C>[t.variant], at.h += ORIGIN_H<C>[t.variant];
+  return at;
 }
 
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (MB + 1) + block]; }
