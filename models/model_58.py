@@ -828,7 +828,7 @@ u32 plane;                                              // channel c of a row be
 // The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
 // apart, so that lanes would meet few banks, columns in theirs.
 static __device__ __forceinline__ int pixel_row(int i) {
-  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
+  // Neighbouring lanes take neighbouring images, whose rows meet all banks of a tile, and every second place, which meet all of a slot.
   return i;
 }
 

@@ -1141,6 +1141,11 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
+static __device__ __forceinline__ typename T::Source source_of(const Tile& t, int chunk) {
+  typename T::Source at = T::source_of(t, chunk);
+  return at;
+}
+
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
@@ -1445,7 +1450,7 @@ u32 plane;                                              // channel c of a row be
 // The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
 // apart, so that lanes would meet few banks, columns in theirs.
 static __device__ __forceinline__ int pixel_row(int i) {
-  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
+  // Neighbouring lanes take neighbouring images, whose rows meet all banks of a tile, and every second place, which meet all of a slot.
   return i;
 }
 

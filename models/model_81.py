@@ -21,7 +21,7 @@ Constraints:
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 64 x 128 on an NVIDIA H200:
-- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights resident, 225
+- forward: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 192 rows, chunk of 32 channels, in turn, weights resident, 192
   KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 5 fragments, 205 KB shared.
@@ -29,7 +29,7 @@ Kernels, which serve every batch and spatial size, as planned for inputs of 16 x
   22 slices, 196 KB shared.
 
 A block of the forward:
-  input -> 5 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 64 pixels, halo, 32 channels) --+
+  input -> 8 slots -> turned by 6 warps -> ring of 2 tiles (1 x 1 x 64 pixels, halo, 32 channels) --+
   weights -> packed -> resident --------------------------------------------------------------------+-> result
   Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
@@ -588,8 +588,8 @@ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
 
 // How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
 // borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
-// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
-// its width. (Bulk copies of single rows cost too many clocks each.)
+// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some whose columns take turns
+// along its width. (Bulk copies of single rows cost too many clocks each.)
 enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
 
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
@@ -727,6 +727,9 @@ struct Walk {
 
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
+template <class C> __constant__ const auto ORIGIN_D = table_of<short>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
+template <class C> __constant__ const auto ORIGIN_H = table_of<short>(C::origins_h);
+
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders {
@@ -771,6 +774,12 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   t.d = q % s.tiles_d;
   t.n = q / s.tiles_d;
   return t;
+}
+
+static __device__ __forceinline__ typename T::Source source_of(const Tile& t, int chunk) {
+  typename T::Source at = T::source_of(t, chunk);
+  if constexpr (C::own_rows) at.d += ORIGIN_D<C>[t.variant], at.h += ORIGIN_H<C>[t.variant];
+  return at;
 }
 
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
@@ -1199,7 +1208,7 @@ u32 plane;                                              // channel c of a row be
 // The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
 // apart, so that lanes would meet few banks, columns in theirs.
 static __device__ __forceinline__ int pixel_row(int i) {
-  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
+  // Neighbouring lanes take neighbouring images, whose rows meet all banks of a tile, and every second place, which meet all of a slot.
   return i;
 }
 
@@ -2570,20 +2579,20 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 
 struct Forward {
   static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, precision = 0, cin = 32, ck = 32, tile_n = 1;
-  static constexpr int tile_h = 1, tile_w = 64, in_step_h = 1, in_step_w = 1, rows_h = 2, offsets_d[1] = {0};
-  static constexpr int offsets_h[2] = {0, 1}, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 5, fetch = 1;
+  static constexpr int tile_h = 1, tile_w = 64, in_step_h = 1, in_step_w = 1, rows_h = 1, offsets_d[1] = {0};
+  static constexpr int offsets_h[1] = {0}, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 8, fetch = 1;
   static constexpr int first_d = 0, first_h = 0, box_units = 17, column_pad = 0, cout_g = 64, mb = 3, subs = 1;
   static constexpr int rows_per_sub = 64, m_groups = 3, w_stage = 6, ring_fragments = 12, out_step_h = 5;
-  static constexpr int out_step_w = 5, cout = 64, taps = 9, w_subs = 5, blocks_of_w[5] = {-1, 0, -1, 1, 2};
-  static constexpr int variants = 3, subs_d[3] = {0, 0, 0}, subs_h[3] = {1, 3, 4}, subs_w[3] = {0, 0, 0}, stages_w = 1;
-  static constexpr int fragment_sets = 3, entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9};
-  static constexpr int tap_rows[9] = {0, 0, 1, 0, 0, 1, 65, 65, 66}, tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0};
-  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stretches_of[3] = {0, 0, 0};
-  static constexpr int variant_rows[3] = {0, 0, 65}, run_groups = 8, bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0};
-  static constexpr int bares_h[2] = {0, 2}, bares_rows[2] = {1, 1}, store_unit = 8, cluster = 1;
-  static constexpr int producer_registers = 48, consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, resident = true, grad_input = false, bare = true;
-  static constexpr bool boxed = false, claimed = true;
+  static constexpr int out_step_w = 5, origins_d[3] = {0, 0, 0}, origins_h[3] = {0, 0, 1}, cout = 64, taps = 9;
+  static constexpr int w_subs = 5, blocks_of_w[5] = {-1, 0, -1, 1, 2}, variants = 3, subs_d[3] = {0, 0, 0};
+  static constexpr int subs_h[3] = {1, 3, 4}, subs_w[3] = {0, 0, 0}, stages_w = 1, fragment_sets = 3;
+  static constexpr int entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9}, tap_rows[9] = {0, 0, 1, 0, 0, 1, 0, 0, 1};
+  static constexpr int tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0}, stretches = 1, first_of_stretches[1] = {0};
+  static constexpr int stretches_of[3] = {0, 0, 0}, variant_rows[3] = {0, 0, 0}, run_groups = 8;
+  static constexpr int bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0}, bares_h[2] = {0, 2}, bares_rows[2] = {1, 1};
+  static constexpr int store_unit = 8, cluster = 1, producer_registers = 48, consumer_registers = 208;
+  static constexpr bool wgmma = true, channels_last = false, own_rows = true, resident = true, grad_input = false;
+  static constexpr bool bare = true, boxed = false, claimed = true;
 };
 
 // --- constants: gradient for the input -------------------------------------------------------------------------------
@@ -2597,7 +2606,7 @@ struct GradInput : Forward {
   static constexpr int tap_rows[9] = {0, 64, 128, 192, 256, 320, 384, 448, 512};
   static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, store_unit = 16, producer_registers = 96;
   static constexpr int consumer_registers = 160;
-  static constexpr bool resident = false, grad_input = true, bare = false, claimed = false;
+  static constexpr bool own_rows = false, resident = false, grad_input = true, bare = false, claimed = false;
 };
 
 // --- constants: gradient for the weight ------------------------------------------------------------------------------
@@ -2688,10 +2697,10 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({73728}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({16}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<18, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 230728), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 196980), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 2, 1, 32, 1},
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 1, 1, 32, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

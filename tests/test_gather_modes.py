@@ -29,12 +29,12 @@ pytestmark = needs_gxx
 __all__ = ["emulator"]
 
 PARTS = 6  # tests that divide the cases
-COUNT = 185
+COUNT = 195
 """Modes, of all seeds."""
 FIRST = (
     1745, 1144, 676, 1577, 495, 1451, 128, 531, 75, 438, 94, 817, 30, 125, 129, 179, 196, 264, 380, 405, 454, 637, 698,
     771, 1362, 1681, 45, 86, 117, 143, 199, 250, 263, 320, 323, 374, 499, 584, 608, 651, 968, 973, 1437, 1535, 1671,
-    1851, 1959,
+    1851, 1959, 682, 305, 85, 195,
 )  # fmt: skip
 """Of the seeds a few whose layers have every mode. Others are drawn where these do no longer."""
 
@@ -117,7 +117,7 @@ def searched(p: Problem, what: str, rng: random.Random) -> list[Tiling]:
     if what == "mma.sync":
         how["wgmma"] = False
     elif what in ("whole", "beside"):
-        how = {"size": p.size, "beside": what == "beside"}
+        how = {"size": p.size, "beside": what == "beside", "classes": (1, 1)}
     elif what == "shuffle":
         if not ways(any_size(p)):
             return []
@@ -224,6 +224,8 @@ NCHW: Aspects = {
     "small images of several boxes": lambda t: t.whole_pixels > t.box_pixels,
     "several small images": lambda t: t.whole is not None and t.tile[0] > 1,
     "images side by side": lambda t: t.beside > 0 and t.element,
+    "images side by side, channels of a box's row": lambda t: t.beside > 0 and t.box_channels,
+    "a variant's own rows": lambda t: t.own_rows and (t.tensor_map, t.whole is not None, t.beside > 0),
     "images side by side, axes": lambda t: t.beside > 0 and t.problem.rank,
     "rows that only taps far apart read": lambda t: (
         any(len(firsts) > 1 for firsts, _, _ in t.bands) and (len(t.bands[1][0]) > 1 < t.unroll[1],)
@@ -243,6 +245,7 @@ CHANNELS_LAST: Aspects = {
     "pixels by threads": lambda t: not t.tensor_map and t.wgmma and (t.aligned_channels,),
     "a batch as width": lambda t: t.problem.batch_as_width and t.problem.pass_,
     "clusters": lambda t: t.cluster > 1,
+    "a variant's own rows": lambda t: t.own_rows and (t.tensor_map,),
     "runs": lambda t: min(t.runs, 8),
     "sub-positions": lambda t: t.subs,
 }

@@ -172,9 +172,7 @@ class Multiplied:
             for (pairs, first), origin in zip(self.variants, self.origins)
         )
 
-    def _block(
-        self, pairs: Pairs, origin: tuple[int, int], taps: Taps
-    ) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
+    def _block(self, pairs: Pairs, origin: tuple[int, int], taps: Taps) -> tuple[tuple[Triple, tuple[int, ...]], ...]:
         """The entries of a block, whose taps along W are these."""
         width, of_w = self.kernel[2], sorted((offset, k) for k, offset in taps)
         return tuple(

@@ -231,8 +231,9 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.beside:
         channel = w * h * d * t.element
-        image, every = channel * channels, channel * channels * p.batch
-        return (Tensor5(0, (w * h * d, p.batch, channels, 1, 1), (image, channel, every, every)),)
+        image, every, of_row = channel * channels, channel * channels * p.batch, t.box_channels
+        dims = w * h * d * of_row, p.batch, channels // of_row, 1, 1
+        return (Tensor5(0, dims, (image, channel * of_row, every, every)),)
     if t.whole is not None:
         dims = (w * h * d, 1, 1, channels, p.batch)
     else:

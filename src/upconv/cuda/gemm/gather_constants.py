@@ -65,7 +65,7 @@ def pixel_constants(t: Tiling) -> Constants:
             "residues": tuple(w for _, _, w in t.planes) if t.strided_box else t.residues,
             "stages_p": t.stages_p,
             "stages_s": t.stages_s,
-            "own_rows": any(map(any, t.multiplied.origins)),
+            "own_rows": t.own_rows,
         }
         | _fetch_constants(t)
     )
@@ -88,7 +88,10 @@ def _fetch_constants(t: Tiling) -> Constants:
         return found | ({"aligned_channels": t.aligned_channels} if t.channels_last else {})
     if t.whole is not None:
         found |= _of_axes("image", "dhw", t.whole) | {"box_pixels": t.box_pixels}
-        return found | ({"beside": t.beside, "period": t.period, "beside_w": t.image_width} if t.beside else {})
+        if not t.beside:
+            return found
+        found |= {"beside_columns": t.image_columns, "beside_w": t.image_width}
+        return found | _named(t, "beside", "box_channels")
     found |= _of_axes("first", "dh", (rows[0] for rows in t.rows))
     if t.channels_last:
         return found | {"planes_d": tuple(d for d, _, _ in t.planes), "planes_h": tuple(h for _, h, _ in t.planes)}
@@ -105,7 +108,7 @@ def _weight_constants(t: Tiling) -> Constants:
     p = t.problem
     found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
     found |= _named(t, "resident", "w_stage", "ring_fragments") | _of_axes("out_step", "dhw", t.out_steps)
-    if any(map(any, t.multiplied.origins)):
+    if t.own_rows:
         found |= _of_axes("origins", "dh", zip(*t.multiplied.origins))
     return found | {
         "grad_input": p.pass_ != "fwd",

@@ -121,6 +121,9 @@ def _arriving(t: Tiling) -> tuple[float, int, int]:
     """Lines, boxes and bytes by which a chunk's pixels come."""
     if t.channels_last:
         return t.pixels * max(1.0, t.row_bytes / _LINE), t.plane_count, t.pixels * t.row_bytes
+    if t.beside:
+        rows = t.beside * t.chunk // t.box_channels
+        return rows * -(-t.box[0] * t.element // _LINE), 1, t.slot_bytes
     if t.whole is not None:
         boxes = t.whole_pixels // t.box_pixels
         return t.images * t.chunk * -(-t.whole_pixels * t.element // _LINE), boxes, t.slot_bytes

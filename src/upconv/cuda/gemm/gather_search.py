@@ -140,8 +140,8 @@ def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]
             continue
         if not kind.beside:
             yield taps
-        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.fills and taps.period <= 32:
-            yield varied(taps, beside=64 // taps.period)
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.fills and taps.image_columns <= 32:
+            yield varied(taps, beside=64 // taps.image_columns // 2 * 2)
 
 
 def _of_taps(taps: Tiling, kind: Kind, result: Triple) -> Iterator[Tiling]:
@@ -288,7 +288,9 @@ def drains(p: Problem) -> bool:
 
 def whole_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
-    return _small_source(p, _WHOLE, _MAX_WHOLE)
+    found = _small_source(p, _WHOLE, _MAX_WHOLE)
+    # The tensor copy engine's pitch of channels.
+    return None if found is None or math.prod(found) * p.dtype.itemsize % 16 else found
 
 
 def narrow_source(p: Problem) -> Triple | None:
@@ -303,8 +305,6 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
     size = source_shape(p)[2:]
     pixels = math.prod(size)
     if p.layout == "channels_last" or any(n not in sizes for n in size) or pixels > most:
-        return None
-    if pixels * p.dtype.itemsize % 16:  # the tensor copy engine's pitch of channels
         return None
     d, h, w = (1,) * (3 - p.rank) + size
     return d, h, w

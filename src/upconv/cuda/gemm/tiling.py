@@ -46,9 +46,7 @@ def _sets(steps: int) -> int:
 
 
 @lru_cache(maxsize=1024)  # many tiles of a layer ask for one of few
-def _taps_of_rounds(
-    division: Division, in_steps: Triple, planewise: bool, k_steps: int, short: bool
-) -> int:
+def _taps_of_rounds(division: Division, in_steps: Triple, planewise: bool, k_steps: int, short: bool) -> int:
     """Most taps of a round of all blocks of a division of the taps (`multiplied`), or of all their planes.
 
     ``short``: a block may be straight code, so that a round of all of its taps is none.
@@ -401,7 +399,7 @@ class Tiling(TiledPixels):
         if self.drained and not self._drainable:
             yield "the tensor copy engine stores 16-bit outputs of whole rows, in NCHW of two dimensions"
         if self.beside and not self._lie_beside:
-            yield "images lie side by side in runs of whole rows, in boxes, with all their phases along W"
+            yield "images take turns in pairs and runs of whole rows, by boxes, with all their phases along W"
         if self.cluster > 1 and not self._clusters:
             yield "blocks of a cluster leave sums of whole tiles where boxes brought pixels, and stream weights"
 
@@ -417,11 +415,14 @@ class Tiling(TiledPixels):
     @property
     def _lie_beside(self) -> bool:
         """Whether images may lie side by side: as many as a run of the epilogue holds."""
-        if self.whole is None or self.whole_pixels > MAX_BOX or not self.tensor_map or self.channels_last:
+        if self.whole is None or self.box[0] > MAX_BOX or not self.tensor_map or self.channels_last:
+            return False
+        if self.cin_g % self.box_channels:
             return False
         plain = self.problem.pass_ == "fwd" and self.shuffle is None and not self.drained and not self.multiplied.bare
         row = self.sub == (1, 64) and self.tile[0] == 1 and self.tile[3] == 64 and self.runs == 8
-        return plain and row and self.contiguous and 2 <= self.beside == 64 // self.period
+        pairs = self.beside % 2 == 0 and self.beside * self.image_columns <= 64  # a thread's sums are two columns
+        return plain and row and self.contiguous and pairs
 
     @property
     def _clusters(self) -> bool:

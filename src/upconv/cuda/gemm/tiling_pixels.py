@@ -22,7 +22,7 @@ _MAX_PLANES = 32
 
 
 of_taps = derived_from("problem", "unroll", "subs", "w_subs", "classes")
-_of_columns = derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile")
+_of_columns = derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile", "whole", "beside")
 of_pixels = derived_without("stages_p", "stages_s", "stages_w", "w_stage", "resident", "drained", "cluster")
 
 
@@ -63,7 +63,8 @@ class TiledPixels:
     cluster: int = 1
     """Blocks of a cluster that share a tile's chunks and add up their sums."""
     beside: int = 0
-    """NCHW: images of `whole` side by side along a tile's width, with columns of zeros between them; 0: none."""
+    """NCHW: images of `whole` whose columns take turns along a tile's width: the first of all, then the second of all.
+    So tiles are full of narrow images, and a step of taps along W is a shift by as many columns. 0: none."""
 
     # --- types -------------------------------------------------------------------------------------------------------
 
@@ -142,6 +143,11 @@ class TiledPixels:
         """Of the taps. Classes are those of a tile's rows, whichever its variant."""
         return self.problem, self.unroll, self.subs, self.width_subs, self.classes == (1, 1)
 
+    @property
+    def own_rows(self) -> bool:
+        """Whether a tile has the rows that its variant's taps read, and not those that some variant's do."""
+        return any(map(any, self.multiplied.origins))
+
     # --- N: pixels ---------------------------------------------------------------------------------------------------
 
     @property
@@ -149,21 +155,14 @@ class TiledPixels:
         """Of a tile."""
         return self.beside or self.tile[0]
 
-    @of_pixels
-    def period(self) -> int:
-        """Columns of a tile from an image to the next, where they lie side by side: the taps of none reach another."""
-        assert self.whole is not None
-        columns = self.image_columns
-        return max(self.whole[2] - min(0, self.first_w), columns + max(0, self.offsets[2][-1]))
-
     @property
     def image_columns(self) -> int:
-        """Of these, those that have outputs."""
+        """Columns of an image of `whole` that have outputs."""
         return -(-self.image_width // self.width_subs)
 
     @property
     def image_width(self) -> int:
-        """Outputs along an image's width, where they lie side by side."""
+        """Its outputs along W."""
         assert self.whole is not None
         return result_shape(self.problem.with_(size=self.whole[3 - self.problem.rank :]))[-1]
 
@@ -284,7 +283,10 @@ class TiledPixels:
     def columns(self) -> int:
         """Input columns of a tile with its halo."""
         offsets = self.offsets[2]
-        return (self.tile[3] - 1) * self.in_steps[2] + offsets[-1] - offsets[0] + 1
+        reach = offsets[-1] - offsets[0]
+        if self.beside:
+            return (self.image_columns + reach) * self.beside
+        return (self.tile[3] - 1) * self.in_steps[2] + reach + 1
 
     @_of_columns
     def residues(self) -> tuple[int, ...]:
@@ -336,7 +338,8 @@ class TiledPixels:
         """A tap's shift in pixel rows."""
         column = offsets[2] - self.first_w
         row = self.first_rows[0][offsets[0]] * self.row_counts[1] + self.first_rows[1][offsets[1]]
-        return row * self.pitch + self.plane_of(offsets) * self.plane_pitch + column // self.in_steps[2]
+        place = column * self.beside if self.beside else column // self.in_steps[2]
+        return row * self.pitch + self.plane_of(offsets) * self.plane_pitch + place
 
     def plane_of(self, offsets: Triple) -> int:
         """The plane that a tap reads."""
@@ -439,7 +442,7 @@ class TiledPixels:
         driver API, cuTensorMapEncodeTiled: ``elementStrides``.)
         """
         if self.beside:
-            return self.box_pixels, self.beside, self.chunk, 1, 1
+            return self.box_channels * self.whole_pixels, self.beside, self.chunk // self.box_channels, 1, 1
         if self.whole is not None:
             return self.box_pixels, 1, 1, self.chunk, self.tile[0]
         (_, rows_d, _), (_, rows_h, _) = self.bands
@@ -474,6 +477,11 @@ class TiledPixels:
     def box_pixels(self) -> int:
         """Of them, those of one box."""
         return min(self.whole_pixels, MAX_BOX)
+
+    @property
+    def box_channels(self) -> int:
+        """Channels of images side by side that a box's row has: as many as fill units of 16 bytes."""
+        return self.vec // math.gcd(self.whole_pixels, self.vec)
 
     @of_pixels
     def slot_bytes(self) -> int:

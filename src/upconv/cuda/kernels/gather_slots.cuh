@@ -148,20 +148,23 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
 };
 
-// A slot is [channel][image][pixel].
+// A slot is [set of C::box_channels][image][channel of the set][pixel].
 template <class C>
 struct Slot<C, IMAGES_BESIDE> : ImagesOf<C, C::beside>::Of {
 using T = PixelTile<C>;
 static constexpr bool EVERY_TILE = true;                // each has rows of its own
 
-static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int) { return {0, at.n, at.channel, 0, 0}; }
-// Images begin C::period columns apart. What lies between them is nowhere, and as many zeros as the taps of either read.
+static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int) { return {0, at.n, at.channel / C::box_channels, 0, 0}; }
+// Column w of all images, then column w + 1. What lies beyond an image's borders is nowhere.
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
   int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]);
-  int beside = (C::first_w + column + C::period) / C::period - 1, w = C::first_w + column - beside * C::period;
-  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && w < C::image_w && (u32)beside < C::beside;
-  u32 from = inside ? (beside * C::box_pixels + (d * C::image_h + h) * C::image_w + w) * T::ELEMENT : 0;
+  int beside = column % C::beside, w = C::first_w + column / C::beside;
+  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
+  u32 from = inside ? (beside * C::box_channels * C::box_pixels + (d * C::image_h + h) * C::image_w + w) * T::ELEMENT : 0;
   return {from, inside};
 }
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
+static __device__ __forceinline__ constexpr int channel_at(int c) {
+  return (c / C::box_channels * C::beside * C::box_channels + c % C::box_channels) * C::box_pixels * T::ELEMENT;
+}
 };

@@ -43,9 +43,9 @@ static __device__ __forceinline__ void store_spread(char* to, long long plane, i
   }
 }
 
-// In which images lie side by side, a lane some outputs: of each image a row of C::beside_w, C::period columns from the next.
+// Of images side by side, which the buffer has one behind the other, a lane some outputs.
 static __device__ __forceinline__ void store_beside(char* to, long long plane, int rows, int images, u32 buffer, int lane) {
-  constexpr int PERIOD = C::period * C::w_subs;
+  constexpr int PERIOD = C::beside_columns * C::w_subs;
   constexpr int EACH = C::beside_w % 2 == 0 && PERIOD % 2 == 0 ? C::beside_w % 4 == 0 && PERIOD % 4 == 0 ? 4 : 2 : 1;
   constexpr int PER_IMAGE = C::beside_w / EACH, PER_ROW = C::beside * PER_IMAGE;
   long long image_bytes = plane * C::cout;
@@ -201,7 +201,23 @@ static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], 
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+    if constexpr (C::fetch == IMAGES_BESIDE) put_beside(v, row, k * 8 + 2 * q);
+    else put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+  }
+}
+
+// One thread's outputs of two neighbouring columns, which are two images', to where the buffer has these.
+static __device__ __forceinline__ void put_beside(float (&v)[2 * C::w_subs], u32 row, int column) {
+#pragma unroll
+  for (int c = 0; c < 2; c++) {
+    u32 to = row + ((column % C::beside + c) * C::beside_columns + column / C::beside) * C::w_subs * ELEMENT;
+    if (C::beside * C::beside_columns < R::RUN && column >= C::beside * C::beside_columns) continue;
+#pragma unroll
+    for (int u = 0; u < C::w_subs; u++) {
+      if constexpr (ELEMENT == 4) store_shared_f32(to + u * 4, v[c * C::w_subs + u]);
+      else if (C::w_subs % 2) store_shared_u16(to + u * 2, Number::bits(v[c * C::w_subs + u]));
+      else if (u % 2 == 0) store_shared_u32(to + u * 2, Number::pair(v[c * C::w_subs + u], v[c * C::w_subs + (u | 1)]));
+    }
   }
 }
 

@@ -4,8 +4,8 @@
 
 // How a chunk's pixels come. By threads, at any alignment; or by the tensor copy engine, with one instruction for each box, zeros beyond the
 // borders included, which wants row pitches of whole 16 bytes: where rows do not all begin at the same place of such a unit, those of a class,
-// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some that lie side by side along
-// its width. (Bulk copies of single rows cost too many clocks each.)
+// which do, are a tensor and a box. Of small images all pixels come, without a halo: of a tile's images, or of some whose columns take turns
+// along its width. (Bulk copies of single rows cost too many clocks each.)
 enum Fetch { BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE };
 
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows

@@ -59,8 +59,8 @@ u32 plane;                                              // channel c of a row be
 // The pixel row of pixel i: rows in their order, or, where the columns of neighbouring rows lie a multiple of four
 // apart, so that lanes would meet few banks, columns in theirs.
 static __device__ __forceinline__ int pixel_row(int i) {
-  // Rows first: an image's lie together in a slot, where columns of several images would meet few banks.
-  if constexpr (C::fetch == IMAGES_BESIDE) return i % T::SEGMENTS * T::PITCH + i / T::SEGMENTS;
+  // Neighbouring lanes take neighbouring images, whose rows meet all banks of a tile, and every second place, which meet all of a slot.
+  if constexpr (C::fetch == IMAGES_BESIDE) return (i / C::beside + i % C::beside * 2) % (T::PIXELS / C::beside) * C::beside + i % C::beside;
   else if constexpr (C::in_step_w % 4 == 0) return i / T::PITCH * T::PITCH + i % T::PITCH % C::planes * C::plane + i % T::PITCH / C::planes;
   else return i;
 }
