@@ -63,7 +63,8 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         for name in ("_WIDE_OUTPUTS", "_SUM_AT_ONCE"):
             monkeypatch.setattr(cpu.run, name, 32)
         monkeypatch.setattr(cpu.run, "_WIDE_CHANNELS", 2)
-        monkeypatch.setattr(cpu.run, "_EXCESS", 1 / 10)
+        monkeypatch.setattr(cpu.run, "_EXCESS", 1 / 40)
+        monkeypatch.setattr(cpu.run, "own_kernel", lambda p: True)  # whose images are taken in bands of rows
         monkeypatch.setattr(cpu.run, "_SHARE_BYTES", 0)
     cpu.run._geometry.cache_clear()
     yield
@@ -156,6 +157,26 @@ def test_upsampling_of_one_channel_is_pytorchs(kernel, size, dtype, layout, thre
     """A correlation of so few channels is many times slower than oneDNN's own kernel."""
     p = Problem.make(4, 1, 1, size, kernel, kernel, dtype=dtype, bias=True, layout=layout if len(size) > 1 else "nchw")
     assert rule.choose_forward(p, {torch.float32, torch.bfloat16}, threads)[0] == "native"
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        Problem.make(2, 4, 4, (7, 5, 4), (4, 3, 5), (4, 1, 1), (4, 5, 2), (3, 0, 0), (2, 3, 1), 4, bias=True),
+        Problem.make(1, 4, 16, (4, 4, 6), (5, 4, 3), (1, 1, 3), (2, 3, 2), (2, 0, 0), (3, 1, 3), 4, bias=True),
+        Problem.make(1, 2, 4, (12, 6, 6), 4, 2, 1),
+    ],
+    ids=str,
+)
+def test_no_band_has_few_slices_in_half_precision(parts: None, p: Problem) -> None:
+    """PyTorch's bfloat16 correlations of few slices read unwritten memory."""
+    p = p.with_(dtype=torch.bfloat16, precision="bf16", layout="channels_last")
+    x, w, b, _ = operands(p)
+    assert _images_and_bands(p)[1] == 1
+    for _ in range(20):
+        poison = [torch.full((2**n,), 3e38, dtype=torch.bfloat16) for n in range(4, 13) for _ in range(4)]
+        del poison
+        assert forward_excess(p, cpu.forward(p, "shuffle", x, w, b), x, w, b) <= 1
 
 
 def test_shares_of_little_work_are_left_to_pytorch() -> None:

@@ -346,7 +346,8 @@ def _shares(p: Problem, geometry: _Geometry) -> tuple[int, Sequence[range | None
     channels = math.prod(geometry.packed_shape[: p.rank + 2])
     row = channels * math.prod(axis.made for axis in geometry.axes[1:]) * p.dtype.itemsize
     images = most // (row * geometry.axes[0].made)
-    if images or not own_kernel(p):
+    few_slices = p.rank == 3 and p.dtype in HALF  # a band would be an `untrusted` image
+    if images or few_slices or not own_kernel(p):
         return max(1, min(p.batch, images)), [None]
     live = range(geometry.axes[0].live.start, geometry.axes[0].live.stop)
     step = -(-len(live) // -(-len(live) // max(1, most // row)))
