@@ -21,7 +21,6 @@ _MOST_UNROLLED = 1024  # and for all taps: 1.0 s of NVRTC
 _SUMS = 72  # of a thread (more spill)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
 _UNIT = 16  # bytes
-_HOISTED = 110  # sums and elements of a column from which on the compiler keeps all of them in registers
 _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
 _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
 _RESIDENT = 4  # blocks of a multiprocessor: while one waits for memory, others multiply
@@ -242,8 +241,7 @@ class Tile:
         if self.weight:
             ahead, sums = max(self.channels, self.lanes) * self.h * self.w, self.sums + self.rows * self.channels
             column = (self.rows - 1) * self.axes[1].in_step + (self.kh - 1) * self.geometry["dilation_h"] + 1
-            # A long column is counted whole: beside many sums it spills (docs/experiments.md).
-            sums += column if self.sums + column > _HOISTED else min(column, 24)
+            sums += min(column, 24)
         else:
             ahead, sums = self.chunk * self.taps_h * self.geometry["kernel_w"] * self.weights, self.sums + 12
             sums += self.weights if self.channels > 1 else 0

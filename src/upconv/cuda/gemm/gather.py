@@ -38,8 +38,6 @@ _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
 _CLAIMED_TILES = 18  # for each multiprocessor
-# Of 1-D layers, what claims gain, which the model lacks.
-_LINES_CLAIMED = 0.95
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,8 @@ class Choice(TileChoice):
     @property
     def margin(self) -> float:
         """Its model is too optimistic for tiles that unroll rows of 3-D layers, so its estimate is scaled. In
-        channels_last it is not, where there is no stride. Of 1-D layers whose blocks claim tiles it is pessimistic."""
+        channels_last it is not, where there is no stride."""
         p = self.problem
-        if p.rank == 1 and self.claimed:
-            return _LINES_CLAIMED
         right = self.tiling.channels_last and max(p.stride) == 1
         return 1.22 if p.rank == 3 and self.tiling.unroll != (1, 1, 1) and not right else 1.0
 

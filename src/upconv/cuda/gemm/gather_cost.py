@@ -26,13 +26,14 @@ _OFF_UNITS = 4.0  # times as many where channels are not, since each element is 
 _STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
 _STAGED = 64.0  # the same of results that it leaves for the copy engine, which stores them during the next tile
 _STAGED_ROW = {False: 16.0, True: 95.0}  # bytes of memory by which a row of its boxes costs more: whole sectors, not
-_FILLED = 28.8  # the same of what is the bias alone
-_FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of it, of all of a warp's channels
+_FILLED_RUN = {
+    "nchw": 3840.0,
+    "channels_last": 400.0,
+}  # clocks of a run of rows of bias alone, of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
 _SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
-_OFF_SECTORS = 1.25  # bytes of the device memory, where a result's rows do not begin at sectors
 _LINE = 128  # bytes that come from memory together
 _LOST = 0.9, 0.2, 1.2  # share of a line's rest that comes again; bytes of lines in work over the cache's: none, all
 
@@ -150,8 +151,7 @@ def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
 
 def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
     """Bytes of the device memory. Rows, and pixels of channels_last, that no tap reads stay there."""
-    off_sectors = not t.channels_last and alignment_of(p) < SECTOR
-    each = 1 + _STAGED_ROW[off_sectors] / t.out_span if t.drained else _OFF_SECTORS if off_sectors else 1.0
+    each = 1 + _STAGED_ROW[alignment_of(p) < SECTOR] / t.out_span if t.drained else 1.0
     written = math.prod(result_shape(p)) * each
     read = float(math.prod(source_shape(p)))
     for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
@@ -185,7 +185,7 @@ def _stored(t: Tiling, alignment: int) -> tuple[float, float]:
 def _filled(t: Tiling, channels: int) -> float:
     """Clocks in which a tile stores its share of what is the bias alone."""
     n, d, h, w = t.tile
-    row = n * d * w * t.out_steps[2] * channels * t.element / _FILLED
+    row = n * d * w * t.out_steps[2] * channels * t.element / _STORED[t.problem.layout]
     run = n * d * _FILLED_RUN[t.problem.layout]
     every = 0.0
     for fill, times in t.multiplied.fills:

@@ -24,8 +24,7 @@ from upconv.problem import Problem
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
-_PROMISING = 24  # tilings with clusters that are looked at
-_JOINING = 0.6e-6  # seconds that a cluster takes longer for each block, roughly
+_PROMISING = 8  # tilings with clusters that are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
@@ -369,7 +368,7 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
             continue
         for cluster in CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
-                rough = (cost.seconds - cost.launch) / cluster + cluster * _JOINING
+                rough = (cost.seconds - cost.launch) / cluster
                 promising.append((rough, len(promising), cluster, t))
     for _, _, cluster, t in sorted(promising)[:_PROMISING]:
         shared = _fitted(varied(t, cluster=cluster, resident=False), gpu)

@@ -41,7 +41,6 @@ _SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _STORE = 0.41  # clocks for 32 bytes of stores
 _TURNED = 264  # places whose transposition counts as a chunk's and a pixel's
-_OFF_SECTORS, _SECTOR = 1.2, 32  # what lines of results cost that do not begin in whole sectors
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,13 @@ class Tile(Base):
         )
         turned = 2 * (arriving if self.element == 2 else span)  # read, and written
         warps = 1 if c.line else c.warps_of_stage
-        off_sectors = c.line and plane(p) * self.element % _SECTOR > 0
         # What instructions read, weights as they come, and pixels.
         shared = c.taps * (self.places * ROW_BYTES + 2 * FRAGMENT) + (arriving + turned) * ROW_BYTES
         return Work(
             stages * c.taps,
             stages * c.taps * self.places,
             waves=-(-self.tiles(p) // gpu.multiprocessors),
-            moved=moved(p, written=_OFF_SECTORS if off_sectors else 1.0),
+            moved=moved(p),
             steps=stages,
             stages=self.stages,
             shared=stages * shared,

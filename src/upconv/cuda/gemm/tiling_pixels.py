@@ -17,7 +17,6 @@ from upconv.derived import derived, derived_from, derived_without
 from upconv.problem import Problem
 
 MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
-_MAX_ROW_BOXES = 8
 _MAX_PLANES = 32
 
 
@@ -416,7 +415,6 @@ class TiledPixels:
             even
             and whole
             and max(self.box) <= MAX_BOX
-            and self.row_boxes <= _MAX_ROW_BOXES
             and (not self.channels_last or self.plane_count <= _MAX_PLANES)
             and 1 <= min(self.box_steps) <= max(self.box_steps) <= MAX_BOX_STEP
         ):

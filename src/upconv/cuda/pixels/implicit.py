@@ -41,7 +41,6 @@ from upconv.derived import derived, derived_without, varied
 from upconv.problem import Problem
 
 _MOST_TAPS = 512  # and phases
-_FEWEST = 32  # channels of a forward's result (of 1 to 24 half of an instruction's clocks wait for pixels)
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
 _STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _OWN = 1.8  # of a line's time: of pixels, which are a block's own, where all blocks read the same weights together
@@ -92,8 +91,6 @@ class Implicit(Tile):
 
     @classmethod
     def refused(cls, p: Problem) -> str | None:
-        if p.pass_ == "fwd" and p.out_channels < _FEWEST:
-            return f"of {p.out_channels} channels a matrix instruction waits for its pixels"
         if p.pass_ != "fwd" and max(p.stride) > MAX_BOX_STEP:
             return f"boxes take steps of at most {MAX_BOX_STEP} pixels"
         if p.taps > _MOST_TAPS:

@@ -16,8 +16,6 @@ from upconv.problem import Problem
 
 LONGEST = 2**31 - 2**20
 """Positions along an axis that kernels count to: tiles and halos end beyond."""
-_FEWEST = 8  # images, a group of columns
-_GAIN = 0.95  # of the other choice's time, since both are estimates
 
 
 def too_long(p: Problem) -> str | None:
@@ -42,13 +40,13 @@ def choose(search: Callable[..., Any], p: Problem, gpu: Gpu, general: bool, wide
         return chosen
     if (flat := p.flat) is not None and not isinstance(other := search(flat, gpu), str):
         chosen = _faster(chosen, replace(other, flat=True))
-    narrow = max(*p.size, *p.out_size) <= widest and p.batch >= _FEWEST
+    narrow = max(*p.size, *p.out_size) <= widest
     if narrow and (abreast := p.abreast) is not None:
-        chosen = _faster(chosen, search(abreast, gpu), _GAIN)
+        chosen = _faster(chosen, search(abreast, gpu))
     return chosen
 
 
-def _faster(chosen: Any, other: Any, gain: float = 1.0) -> Any:
+def _faster(chosen: Any, other: Any) -> Any:
     if isinstance(other, str):
         return chosen
-    return other if isinstance(chosen, str) or other.seconds < gain * chosen.seconds else chosen
+    return other if isinstance(chosen, str) or other.seconds < chosen.seconds else chosen

@@ -18,13 +18,12 @@ import math
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Given, Launch, Operand, Pointer, Scratch, Unit, ints
-from upconv.cuda.rearrange.around import COPY, Around
+from upconv.cuda.rearrange.around import COPY, RATE, Around
 from upconv.problem import Problem
 
 _TILE = {2: 16384, 4: 4096}
 """Elements that a block copies, by their bytes."""
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
-_RATE = 0.83  # of the device's copy rate
 _MANY_TAPS = 256  # from which on the model of the weight's gradient is far too low
 
 
@@ -122,7 +121,7 @@ def seconds(p: Problem, gpu: Gpu) -> float:
     q = rearranged(p)
     sides = enumerate(((p.input_shape, q.input_shape), (p.output_shape, q.output_shape)))
     moved = [math.prod(a) + math.prod(b) for output, (a, b) in sides if copied(p, bool(output))]
-    return sum(moved) * p.dtype.itemsize / (_RATE * gpu.bandwidth) + len(moved) * COPY
+    return sum(moved) * p.dtype.itemsize / (RATE * gpu.bandwidth) + len(moved) * COPY
 
 
 def refusal(p: Problem) -> str | None:

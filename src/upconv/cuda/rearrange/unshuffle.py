@@ -19,12 +19,11 @@ import math
 from upconv.cuda.compile import jit
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange.around import COPY, Around
+from upconv.cuda.rearrange.around import COPY, RATE, Around
 from upconv.problem import Problem
 
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
 _MOST_PADDED = 2  # times as many channels in channels_last, where zeros make whole 16 bytes of them
-_RATE = 0.5  # of the device's copy rate, of single elements with some read from afar
 
 
 def rearranged(p: Problem) -> Problem:
@@ -102,7 +101,7 @@ def words(p: Problem) -> str:
 def seconds(p: Problem, gpu: Gpu) -> float:
     """What `around` takes, but for weights."""
     moved = (math.prod(p.output_shape) + math.prod(rearranged(p).output_shape)) * p.dtype.itemsize
-    return moved / (_RATE * gpu.bandwidth) + COPY * (1 if p.pass_ == "grad-input" else 2)
+    return moved / (RATE * gpu.bandwidth) + COPY * (1 if p.pass_ == "grad-input" else 2)
 
 
 def refusal(p: Problem) -> str | None:
