@@ -92,9 +92,7 @@ CLUSTERS = 2, 4, 8  # blocks of one; every GPU that has clusters has the largest
 MAX_BOX = 256  # elements that the tensor copy engine traverses along a dimension
 MAX_BOX_STEP = 8  # and its largest step
 
-_UNKNOWN_BANDWIDTH = 1e12
-_UNKNOWN_CLOCK = 1.5e9
-_UNKNOWN_CACHE = 6 << 20
+_UNKNOWN = Chip((0, 0), 0, 1e12, 1.5e9, 6 << 20)  # where neither its name nor the driver says more
 
 # (opt-in maximum per block, total per SM) in bytes. Source: CUDA C++ Programming Guide, "Compute Capabilities". The
 # difference is the 1 KB that every resident block takes for the system.
@@ -300,9 +298,9 @@ def _rates(properties: Any) -> tuple[float, float, int]:
     bits = float(getattr(properties, "memory_bus_width", 0))
     sheet = 2 * 1e3 * kilohertz * bits / 8  # two transfers a clock
     return (
-        0.9 * sheet or _UNKNOWN_BANDWIDTH,
-        1e3 * float(getattr(properties, "clock_rate", 0)) or _UNKNOWN_CLOCK,
-        int(getattr(properties, "L2_cache_size", 0)) or _UNKNOWN_CACHE,
+        0.9 * sheet or _UNKNOWN.bandwidth,
+        1e3 * float(getattr(properties, "clock_rate", 0)) or _UNKNOWN.clock,
+        int(getattr(properties, "L2_cache_size", 0)) or _UNKNOWN.cache_bytes,
     )
 
 

@@ -75,7 +75,9 @@ def _declared(name: str, value: Constant) -> str:
 def _literal(value: Constant) -> str:
     if isinstance(value, tuple):
         return "{" + ", ".join(map(_literal, value)) + "}"
-    return str(value).lower() if isinstance(value, bool) else f"{value!r}f" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else f"{value!r}f" if isinstance(value, float) else f"{value:d}"
+    )
 
 
 def entries_of(text: str) -> tuple[str, ...]:

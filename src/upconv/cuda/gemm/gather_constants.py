@@ -7,6 +7,7 @@ what brings pixels there, which `sweep` shares.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from itertools import accumulate
 
 from upconv.cuda.axes import result_shape, source_shape
@@ -16,12 +17,23 @@ from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 Constants = dict[str, int | tuple[int, ...]]
 """By names in lower case; booleans, integers, or arrays of some."""
 
-BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
-"""How pixels come: `Fetch` of kernels/gather_tile.cuh."""
-STRAIGHT, ROLLED = range(2)
-"""How a chunk's steps are gone through: `Steps` of kernels/gather_work.cuh."""
-STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES = range(4)
-"""How results are stored: `Stores` of kernels/gather_work.cuh."""
+
+class Fetch(IntEnum):
+    """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
+
+    BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
+
+
+class Steps(IntEnum):
+    """How a chunk's steps are gone through: `Steps` of kernels/gather_work.cuh."""
+
+    STRAIGHT, ROLLED = range(2)
+
+
+class Stores(IntEnum):
+    """How results are stored: `Stores` of kernels/gather_work.cuh."""
+
+    STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES = range(4)
 
 
 def constants(t: Tiling, boxed: bool = False, store_unit: int = 0, claimed: bool = False) -> Constants:
@@ -71,20 +83,20 @@ def pixel_constants(t: Tiling) -> Constants:
     )
 
 
-def fetch_of(t: Tiling) -> int:
+def fetch_of(t: Tiling) -> Fetch:
     """How a tiling's pixels come."""
     if not t.tensor_map:
-        return BY_THREADS
+        return Fetch.BY_THREADS
     if t.whole is not None:
-        return IMAGES_BESIDE if t.beside else WHOLE_IMAGES
-    return BY_CLASSES if t.classed else BY_BOXES
+        return Fetch.IMAGES_BESIDE if t.beside else Fetch.WHOLE_IMAGES
+    return Fetch.BY_CLASSES if t.classed else Fetch.BY_BOXES
 
 
 def _fetch_constants(t: Tiling) -> Constants:
     """Of the way in which pixels come."""
     fetch = fetch_of(t)
     found: Constants = {"fetch": fetch}
-    if fetch == BY_THREADS:
+    if fetch == Fetch.BY_THREADS:
         return found | ({"aligned_channels": t.aligned_channels} if t.channels_last else {})
     if t.whole is not None:
         found |= _of_axes("image", "dhw", t.whole) | {"box_pixels": t.box_pixels}
@@ -96,7 +108,7 @@ def _fetch_constants(t: Tiling) -> Constants:
     if t.channels_last:
         return found | {"planes_d": tuple(d for d, _, _ in t.planes), "planes_h": tuple(h for _, h, _ in t.planes)}
     found["box_units"] = t.box[0] // t.vec
-    if fetch == BY_BOXES:
+    if fetch == Fetch.BY_BOXES:
         return found | {"column_pad": t.first_w % t.vec}
     assert t.classes is not None
     found |= _named(t, "row_classes", "channel_classes")
@@ -130,7 +142,7 @@ def _step_constants(t: Tiling) -> Constants:
     """K: of the steps that a chunk is multiplied in."""
     flat = [(off, taps) for blocks in t.entries for block in blocks for off, taps in block]
     found: Constants = {
-        "steps": STRAIGHT if t.straight else ROLLED,
+        "steps": Steps.STRAIGHT if t.straight else Steps.ROLLED,
         "taps_unrolled": t.taps_unrolled,
         "queued": t.queued,
         "fragment_sets": t.fragment_sets,
@@ -169,17 +181,17 @@ def _store_constants(t: Tiling, store_unit: int) -> Constants:
     p = t.problem
     found: Constants = {"run_groups": t.runs, "bare": bool(t.multiplied.bare)}
     if t.shuffle is not None:
-        return found | {"store": STORE_PHASES} | t.shuffle.constants()
+        return found | {"store": Stores.STORE_PHASES} | t.shuffle.constants()
     if t.multiplied.bare:
         bare = [one for of_variant in t.multiplied.bare for one in of_variant]
         found["bares"] = tuple(accumulate(map(len, t.multiplied.bare), initial=0))
         found |= {f"bares_{name}": tuple(getattr(one, name) for one in bare) for name in ("d", "h", "w", "rows")}
     if t.drained:
-        return found | {"store": STORE_BOXES, "out_span": t.out_span}
+        return found | {"store": Stores.STORE_BOXES, "out_span": t.out_span}
     if not t.channels_last:
-        return found | {"store": STORE_ROWS, "store_unit": store_unit}
+        return found | {"store": Stores.STORE_ROWS, "store_unit": store_unit}
     units = result_shape(p)[1] % t.vec == 0 and not (p.groups > 1 and t.cout_g % t.vec)
-    return found | {"store": STORE_PIXELS, "aligned_cout": units, "batch_as_width": p.batch_as_width}
+    return found | {"store": Stores.STORE_PIXELS, "aligned_cout": units, "batch_as_width": p.batch_as_width}
 
 
 def producer_registers(t: Tiling) -> int:
