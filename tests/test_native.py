@@ -663,6 +663,35 @@ def test_a_frozen_weight_that_is_read_as_it_is_is_replayed_as_any_other(
 
 
 @needs_gxx
+def test_a_thread_finds_meanwhile_that_a_weight_is_read_as_it_is(
+    machine: Machine, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two looks at what the calls have noted of the weight."""
+    left: list[Any] = []
+
+    class Meanwhile(calls.Call):
+        __slots__ = ()
+
+        @property
+        def runner(self) -> Any:
+            return left.pop() if left else False
+
+        @runner.setter
+        def runner(self, value: Any) -> None:
+            pass
+
+    monkeypatch.setattr(LoggedData, "pack", lambda self, weight: weight)
+    layers = FrozenLayers(machine, kernels, monkeypatch)
+    truth = layers.truth(layers.models[0])
+    (call,) = (call for seen in calls.seen.values() for call in seen.calls)
+    noted = call.operation.runner(-1)
+    call.__class__ = Meanwhile
+    for looks in range(5):
+        left[:] = [noted] * looks
+        assert_equal(infer(layers.models[0], layers.x), truth)
+
+
+@needs_gxx
 def test_replays_of_a_frozen_layer_on_other_streams(
     frozen_layers: FrozenLayers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

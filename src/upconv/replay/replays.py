@@ -51,13 +51,12 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
     if kept and (entry := weights.held(weight)) is not None:
         if training or capturing():
             return None
-        known.runner = known.runner or operation.runner(weight.get_device()) or False
-        copy = known.runner.kept(entry, weight, makes=False) if known.runner else weight
+        runner = known.runner or operation.runner(weight.get_device())  # another thread may note that none is needed
+        copy = runner.kept(entry, weight, makes=False) if runner else weight
         if copy is None:  # the call in Python makes it
             return None
-        if copy is weight:
-            known.runner = False
-        else:
+        known.runner = False if copy is weight else runner
+        if copy is not weight:
             slot, read = 2, copy
     layer = known.layers[slot]
     if layer is NEVER:
