@@ -161,7 +161,10 @@ def test_why_a_call_is_passed_over() -> None:
     old = F.conv_transpose2d
     try:
         F.conv_transpose2d = lambda *args, **kwargs: old(*args, **kwargs)
-        assert why(layer, x) == "torch.nn.functional.conv_transpose2d was replaced by somebody who must see the calls"
+        seen = "torch.nn.functional.conv_transpose2d was replaced by somebody who must see the calls"
+        assert why(layer, x) == seen
+        for other in (layer, upconv.ConvTranspose2d(4, 3, 3, 2)):
+            assert f"accelerated, but PyTorch's operator computes it on a CPU: {seen}" in reported(other)[0]
     finally:
         F.conv_transpose2d = old
     with pytest.raises(TypeError, match="input"):
