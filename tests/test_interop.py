@@ -1,4 +1,4 @@
-"""Layers beside the tools that people use on them: traces, patches, copies, other tensors.
+"""Layers beside the tools that people use on them: traces, fusion, patches, copies, other tensors.
 
 Each is compared with the same done to torch.nn's layer.
 """
@@ -89,6 +89,42 @@ def test_a_trace_holds_what_is_around_a_layer_once(make: Any, change: Callable[[
     change(layer)
     wanted = layer(x)
     assert_close(fx.symbolic_trace(nn.Sequential(layer))(x), wanted, length=512)
+
+
+# --- fusion and quantisation -----------------------------------------------------------------------------------------
+
+
+def decoder() -> nn.Module:
+    """Convolutions of both kinds before their norms, with running statistics as after a training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 4, 2, 1),
+        nn.BatchNorm2d(6),
+    )
+    for norm in (model[1], model[4]):
+        norm.running_mean.uniform_(-1, 1)  # type: ignore[operator, union-attr]
+        norm.running_var.uniform_(0.5, 2)  # type: ignore[operator, union-attr]
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning")
+def test_fused_as_stock() -> None:
+    """By lists of names, and by the graph."""
+    from torch.fx.experimental.optimization import fuse
+
+    def by_names(model: nn.Module) -> Any:
+        return torch.ao.quantization.fuse_modules(model, [["0", "1", "2"], ["3", "4"]])
+
+    x = torch.randn(2, 3, 6, 7)
+    for fused in (by_names, fuse):
+        wanted, found = fused(decoder()), fused(upconv.accelerate(decoder()))
+        assert [(name, type(m)) for name, m in found.named_modules()][1:] == [
+            (name, type(m)) for name, m in wanted.named_modules()
+        ][1:]
+        assert_computed(found, x, wanted(x))
 
 
 # --- profilers and other patches -------------------------------------------------------------------------------------
