@@ -19,6 +19,7 @@ from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
 from upconv.cuda.compile import jit
+from upconv.cuda.cost import Work, cost
 from upconv.cuda.direct import direct, plain
 from upconv.cuda.gemm import joined
 from upconv.cuda.gemm.shuffle import countable, ways
@@ -101,6 +102,13 @@ def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
         named = {entry.partition("<")[0] for entry in jit.entries_of(unit.source)}
         assert unit.entries and set(unit.entries) <= named, unit.label
         assert "\n" not in unit.label
+
+
+def test_when_a_launch_begins_is_of_its_term() -> None:
+    """Which a cluster's blocks do not share, as they share the rest."""
+    work = Work(instructions=1000, columns=64000, waves=3, moved=1e6)
+    begins, later = cost(work, H200), cost(replace(work, start=0.001 * H200.clock), H200)
+    assert [later.launch - begins.launch, later.seconds - begins.seconds] == pytest.approx([0.001] * 2)
 
 
 @pytest.mark.parametrize("seed", range(10 if EVERY else 3))

@@ -59,7 +59,7 @@ class Work:
     beside: float = 0.0
     """Clocks of a tile that nothing hides, beside those of every tile."""
     start: float = 0.0
-    """Clocks of a launch until its first instruction, beside what every launch takes."""
+    """Clocks until the first pixels of a launch are there, beside what every launch takes."""
     exchanged: float = 0.0
     """Sums of a tile that a cluster's blocks add up."""
 
@@ -155,7 +155,8 @@ def cost(work: Work, gpu: Gpu) -> Cost:
         clocks = waves * tile
     clocks += waves * work.beside
     multiplying, dram = clocks / gpu.clock, work.moved / gpu.bandwidth
-    seconds = max(multiplying, dram) + of.beside_memory * min(multiplying, dram) + of.launch + work.start / gpu.clock
+    launch = of.launch + work.start / gpu.clock
+    seconds = max(multiplying, dram) + of.beside_memory * min(multiplying, dram) + launch
     tiles = waves / gpu.clock
     return Cost(
         seconds,
@@ -165,7 +166,7 @@ def cost(work: Work, gpu: Gpu) -> Cost:
         latency=tiles * each.ring,
         store=tiles * (work.stored + fixed + work.beside),
         dram=dram,
-        launch=of.launch,
+        launch=launch,
     )
 
 
