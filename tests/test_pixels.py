@@ -53,6 +53,9 @@ def test_counts_of_32_bits_are_not_exceeded() -> None:
     walk = Problem.make(10**7, 2, 8, (1, 1, 4), (5, 1, 3), 1, (2, 0, 0), precision="tf32")
     swept = family.choose("sweep", walk, H200)
     assert isinstance(swept, TileChoice) and swept.tile.sizes(walk, H200)[-1] < 2**30
+    short = Problem.make(2**12, 8, 1, (2**18, 2), (1, 8), (1, 4), (0, 2), precision="tf32", bias=False, **BACK)
+    for rows, served in ((short, True), (short.with_(batch=2**13), False)):
+        assert isinstance(family.choose("pairs", rows, H200), TileChoice) == served
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class Pairs(Streamed):
 
     mode = "pairs"
     serves = (("grad-input", "nchw"), ("fwd", "nchw"))
-    none = "no tile fits a row of such strides, or the tiles are too many"
+    none = "no tile fits a row of such strides, or the tiles or groups of places are too many"
 
     @classmethod
     def refused(cls, p: Problem) -> str | None:
@@ -205,7 +205,8 @@ class Pairs(Streamed):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
-        return _pairs_tiles(any_size(p), gpu)
+        every = _pairs_tiles(any_size(p), gpu)
+        return tuple(t for t in every if t.groups(p)[1] < MOST_COUNTED - _PLACES)
 
     @property
     def row(self) -> _Row:
