@@ -188,6 +188,15 @@ def test_shares_of_little_work_are_left_to_pytorch() -> None:
     assert cpu.run.turned(turned) and rule.choose_forward(turned, {torch.float32}, 2)[0] == "native"
 
 
+@pytest.mark.parametrize("layout", ("nchw", "channels_last"))
+def test_a_large_layer_that_no_tap_reaches_is_planned(layout) -> None:
+    """Its padding crops all rows with taps."""
+    p = Problem.make(1, 256, 2, (2, 40_000), (1, 4), (2, 4), (1, 0), bias=True, layout=layout)
+    plan, _ = rule.choose_forward(p, {torch.float32}, 2)
+    x, w, b = (torch.ones(shape) for shape in (p.input_shape, p.weight_shape, (2,)))
+    assert torch.equal(cpu.forward(p, plan, x, w, b), torch.ones(p.output_shape))
+
+
 @given(p=gradient_problems())
 @settings(max_examples=500 if EVERY else 150, deadline=None)
 def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:

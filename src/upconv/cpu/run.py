@@ -338,7 +338,7 @@ def _shares(p: Problem, geometry: _Geometry) -> tuple[int, Sequence[range | None
     In NCHW it is all of them: PyTorch's operator holds as much there. In channels_last it holds a copy of the input,
     an image's im2col, or little, where oneDNN has a kernel for the layer; then an image is divided too.
     """
-    if p.layout == "nchw":
+    if p.layout == "nchw" or geometry.dead:
         return p.batch, [None]
     copied = not own_kernel(p) and p.groups == 1 and max(p.dilation) == 1
     held = math.prod(p.input_shape) * p.dtype.itemsize if copied else 0
