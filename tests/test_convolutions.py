@@ -144,7 +144,7 @@ LARGE = (16, 64, 256, 256), 64, 3
     ("case", "others", "ours", "theirs"),
     [
         # large layers
-        (LARGE, {}, BOTH, ()), (LARGE, SINGLE, BOTH, ()), (LARGE, LAST, BOTH, ()),
+        (LARGE, {}, BOTH, ()), (LARGE, SINGLE, BOTH, ()), (LARGE, LAST, BOTH, ()), (LARGE, SINGLE | LAST, BOTH, ()),
         (((2, 32, 128, 128, 128), 32, 3), SINGLE | LAST, BOTH, ()), (((16, 128, 2048), 128, 3), {}, BOTH, ()),
         (((16, 3, 256, 256), 64, 3), {}, ("for_output",), ()),  # whose channels PyTorch pads
         (((2, 4, 8, 8), 4, 3), {}, (), PASSES),  # not worth a kernel's compilation

@@ -60,6 +60,8 @@ class Work:
     """Clocks of a tile that nothing hides, beside those of every tile."""
     start: float = 0.0
     """Clocks until the first pixels of a launch are there, beside what every launch takes."""
+    beside_memory: float = RATES.beside_memory
+    """As `upconv.cuda.gpu.Rates.beside_memory`."""
     exchanged: float = 0.0
     """Sums of a tile that a cluster's blocks add up."""
 
@@ -156,7 +158,7 @@ def cost(work: Work, gpu: Gpu) -> Cost:
     clocks += waves * work.beside
     multiplying, dram = clocks / gpu.clock, work.moved / gpu.bandwidth
     launch = of.launch + work.start / gpu.clock
-    seconds = max(multiplying, dram) + of.beside_memory * min(multiplying, dram) + launch
+    seconds = max(multiplying, dram) + work.beside_memory * min(multiplying, dram) + launch
     tiles = waves / gpu.clock
     return Cost(
         seconds,

@@ -31,6 +31,7 @@ _FILLED_RUN = {
     "channels_last": 400.0,
 }  # clocks of a run of rows of bias alone, of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
+_BESIDE_MEMORY = {"nchw": RATES.beside_memory, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
 _SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
@@ -55,6 +56,7 @@ def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
         stages=math.inf,  # which nobody waits for
         stored=stored,
         in_turn=t.split == 2,
+        beside_memory=_BESIDE_MEMORY[p.layout],
     )
     return cost(found, gpu).seconds
 
@@ -101,6 +103,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         stored=stored,
         start=_START,
         in_turn=t.split == 2,
+        beside_memory=_BESIDE_MEMORY[p.layout],
         exchanged=t.sums_bytes / 4 if t.cluster > 1 else 0.0,
     )
 
