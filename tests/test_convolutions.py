@@ -149,7 +149,8 @@ LARGE = (16, 64, 256, 256), 64, 3
         (((16, 3, 256, 256), 64, 3), {}, ("for_output",), ()),  # whose channels PyTorch pads
         (((2, 4, 8, 8), 4, 3), {}, (), PASSES),  # not worth a kernel's compilation
         # pointwise, small, and what was not measured
-        (((16, 256, 64, 64), 256, 1, 1, 0), {}, (), PASSES), (((256, 256, 8, 8), 512, 4, 2), SINGLE, (), PASSES),
+        (((16, 256, 64, 64), 256, 1, 1, 0), {}, (), PASSES),
+        (((256, 256, 8, 8), 512, 4, 2), SINGLE, ("for_input",), ("for_output", "for_weight")),
         (((2, 320, 8, 8, 8), 320, 3), {}, (), PASSES), (LARGE, {"precision": "ieee"}, (), PASSES),
         (LARGE, {"precision": "fp64"}, (), PASSES),
         (LARGE, {"device": Device("cuda", gpu=gpu.A100)}, (), PASSES),
