@@ -128,7 +128,7 @@ def test_large_layers_hold_no_more_memory_than_pytorchs_operator(layer: str, lay
 
 
 def _images_and_bands(p: Problem) -> tuple[int, int]:
-    images, bands = cpu.run._shares(p, cpu.run._geometry(p))
+    images, bands = cpu.run._shares(p, cpu.run._geometry(p, None))
     return images, len(bands)
 
 
@@ -186,6 +186,15 @@ def test_shares_of_little_work_are_left_to_pytorch() -> None:
     assert rule.choose_forward(more, {torch.float32}, 2)[0] == "shuffle"
     turned = Problem.make(1, 56, 3, (256, 256), 4, 2, 1, bias=True)
     assert cpu.run.turned(turned) and rule.choose_forward(turned, {torch.float32}, 2)[0] == "native"
+
+
+def test_geometry_is_found_once_for_a_layer(parts: None) -> None:
+    """Also that of bands, which are alike in all images."""
+    for p in (Problem.make(3, 2, 4, (12, 6), 4, 2, 1), Problem.make(3, 2, 4, (12, 6), 4, 2, 1, layout="channels_last")):
+        images, bands = _images_and_bands(p)
+        cpu.run._geometry.cache_clear()
+        cpu.forward(p, "shuffle", *operands(p)[:3])
+        assert cpu.run._geometry.cache_info().misses == 1 + (bands if bands > 1 or images < p.batch else 0)
 
 
 @pytest.mark.parametrize("layout", ("nchw", "channels_last"))

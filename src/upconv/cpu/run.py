@@ -17,8 +17,8 @@ The gradients for input and weight are forward-shaped, and PyTorch's own operato
 only the bias' gradient out of it, which oneDNN sums in a scalar loop. ``wide`` takes all three in float64, which oneDNN
 does not serve, where its gradients cannot be trusted (see `untrusted_gradients`).
 
-The only buffers beside the result are the packed weights and one correlation's output: never a copy of an activation.
-In channels_last that output is of as many images, or rows of an image, at a time as a bound allows.
+The only buffers beside the result are the packed weights, one correlation's output, and a copy of the input where
+`shuffle` has NCHW turned. In channels_last that output is of as many images, or rows of one, as a bound allows.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class _Geometry:
     layer. ``rows`` are the results along the first axis that are computed, of all that its window counts.
     """
 
-    def __init__(self, p: Problem, rows: range | None = None) -> None:
+    def __init__(self, p: Problem, rows: range | None) -> None:
         self.windows = windows(p)
         if rows is not None:
             self.windows[0] = self.windows[0].part(rows)
@@ -266,12 +266,12 @@ _geometry = lru_cache(maxsize=1024)(_Geometry)
 
 
 def _shuffle(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    geometry = _geometry(p)
+    geometry = _geometry(p, None)
     if geometry.dead:
         return _blank(p, x, bias, filled=True)
     images, bands = _shares(p, geometry)
-    geometries = [_geometry(p, rows) for rows in bands]
-    filled = not all(g.whole for g in (geometry, *geometries))  # no tap may reach a whole band
+    each = p.with_(batch=images)
+    filled = not (geometry.whole and all(_geometry(each, rows).whole for rows in bands))  # no tap may reach a band
     several = images < p.batch or len(bands) > 1
     packed, repeated = _packed(p, geometry, weight, bias)
     # The results of several shares take turns in memory only if no block that stays was put behind the first. A single
@@ -328,7 +328,7 @@ def turned(p: Problem) -> bool:
 
 def shares(p: Problem) -> int:
     """How many correlations `shuffle` takes."""
-    images, bands = _shares(p, _geometry(p))
+    images, bands = _shares(p, _geometry(p, None))
     return -(-p.batch // images) * len(bands)
 
 
