@@ -26,10 +26,7 @@ _OFF_UNITS = 4.0  # times as many where channels are not, since each element is 
 _STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
 _STAGED = 64.0  # the same of results that it leaves for the copy engine, which stores them during the next tile
 _STAGED_ROW = {False: 16.0, True: 95.0}  # bytes of memory by which a row of its boxes costs more: whole sectors, not
-_FILLED_RUN = {
-    "nchw": 3840.0,
-    "channels_last": 400.0,
-}  # clocks of a run of rows of bias alone, of a warp's channels
+_FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of bias alone, of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
 _BESIDE_MEMORY = {"nchw": RATES.beside_memory, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
