@@ -23,7 +23,7 @@ from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa:
 from strategies import operands
 from upconv import dispatch, reference
 from upconv.compiler.arguments import text_of
-from upconv.cuda import engine
+from upconv.cuda import bias, engine, prepared
 from upconv.cuda import weights as packed
 from upconv.cuda.compile import driver, jit
 from upconv.planner import Candidate, Plan
@@ -487,6 +487,28 @@ def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[t
     kernels.log.clear()
     model(torch.randn(2, 4, 5, 5, requires_grad=True)).sum().backward()
     assert kernels.log and "prepare" not in names(kernels.log)
+
+
+def test_warmup_compiles_sums_for_the_bias_with_the_rest(
+    kernels: Kernels, compiled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(bias, "serves", lambda p: True)
+    monkeypatch.setattr(prepared, "loaded", lambda launch, arguments, device: loaded.append(launch.entry))
+    layer = upconv.ConvTranspose2d(4, 6, 3)
+    lines = upconv.warmup(layer, (2, 4, 5, 5), training=True)
+    assert [line.split()[0] for line in lines] == ["bias", "fwd", "grad-input", "grad-weight"]
+    assert len(compiled) == 4 and set(loaded) == {"sum", "sum_at_once", "finish"}
+    assert upconv.warmup(layer, (2, 4, 5, 5), training=True) == []
+
+    def cubin(source: str, arch: str, label: str) -> bytes:
+        if label.startswith("bias"):
+            raise RuntimeError("no compiler")
+        return b""
+
+    monkeypatch.setattr(jit, "cubin", cubin)
+    with pytest.raises(RuntimeError, match=r"the gradient for the bias of 4->6 k3 .* on 3x4x5x5.*: no compiler"):
+        upconv.warmup(upconv.ConvTranspose2d(4, 6, 3, stride=2), (3, 4, 5, 5), training=True)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -237,8 +237,14 @@ class Runner(_Runner):
             self.prepared.run(x, packed, bias, out, False, lasting and not capturing)
 
 
-def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass = "fwd") -> RuntimeError:
-    """An exception that names a pass and its plan; out of memory stays PyTorch's own exception."""
+def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass | None = "fwd") -> RuntimeError:
+    """An exception that names a pass and its plan; out of memory stays PyTorch's own exception.
+
+    ``pass_``: None for the gradient for the bias.
+    """
+    if pass_ is None:
+        where = f"the gradient for the bias of {plan.problem} on cuda:{index}"
+        return RuntimeError(f"upconv could not compute {where}: {error}")
     selected = plan.selection(pass_)
     assert selected.choice is not None
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 
 import torch
@@ -24,15 +24,9 @@ def load(
     """
     if not wanted:  # a CPU's calls do without what compiles
         return []
-    sources: dict[tuple[Unit, str], tuple[Plan, int, Pass]] = {}
-    asked = ((each.plan, each.device, pass_) for each in wanted for pass_ in each.passes)
-    for plan, index, pass_ in dict.fromkeys(asked):
-        choice = plan.selection(pass_).choice
-        if choice is None or engine.is_loaded(plan, index, pass_):
-            continue
-        assert plan.device.gpu is not None
-        for unit in choice.sources():
-            sources.setdefault((unit, plan.device.gpu.arch), (plan, index, pass_))
+    sources: dict[tuple[Unit, str], tuple[Plan, int, Pass | None]] = {}
+    for unit, arch, plan, index, pass_ in _missing(wanted):
+        sources.setdefault((unit, arch), (plan, index, pass_))
     lines: list[str] = []
 
     def done(unit: Unit, arch: str, job: Future[bytes]) -> None:
@@ -55,6 +49,20 @@ def load(
             for one in filter(None, prepared):
                 one.load()  # what it leaves to its first use
     return sorted(lines)
+
+
+def _missing(wanted: Sequence[engine.Wanted]) -> Iterator[tuple[Unit, str, Plan, int, Pass | None]]:
+    """Sources that are not loaded, the architecture, and of which plan, device and pass; None: the bias' gradient."""
+    for plan, index, pass_ in dict.fromkeys((each.plan, each.device, name) for each in wanted for name in each.passes):
+        choice = plan.selection(pass_).choice
+        if choice is not None and not engine.is_loaded(plan, index, pass_):
+            assert plan.device.gpu is not None
+            yield from ((unit, plan.device.gpu.arch, plan, index, pass_) for unit in choice.sources())
+    for sums, index in dict.fromkeys((each.sums, each.device) for each in wanted):
+        of_bias = None if sums is None else engine.loaded(sums, index)["bias"]
+        if sums is not None and of_bias is not None and not of_bias.loaded:
+            assert sums.device.gpu is not None
+            yield from ((unit, sums.device.gpu.arch, sums, index, None) for unit in of_bias.choice.sources())
 
 
 def compile_all(
