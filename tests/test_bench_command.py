@@ -187,7 +187,7 @@ def test_ctrl_c_among_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_is_cut_in_a_pipe(fast: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever COLUMNS says, which some shells export; a terminal has its own width."""
+    """Nor filled with spaces, whatever COLUMNS says, which some shells export; a terminal has its own width."""
     settings = {**os.environ, "COLUMNS": "40"}
     layer = ["64,64,(3,7),stride=2,padding=1", "--input", "8x64x512x512", "--gpu", "H200"]
     done = CliRunner(env=settings).invoke(app, ["explain", *layer])
@@ -198,6 +198,7 @@ def test_nothing_is_cut_in_a_pipe(fast: None, monkeypatch: pytest.MonkeyPatch) -
     assert len(candidates) == len(FAMILIES) + 1  # a line for each, unbroken
     found = CliRunner(env=settings).invoke(app, ["bench", *LAYER, "--device", "cpu"])
     assert "4->6 k3 s2 p1 on 2x4x5x6" in found.stdout and "spread" in found.stdout
+    assert all(line == line.rstrip() for text in (done.stdout, found.stdout) for line in text.splitlines())
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes stdout for a terminal
     monkeypatch.delenv("NO_COLOR", raising=False)

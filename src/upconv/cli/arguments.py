@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TextIO, TypeVar, cast
 
 import torch
 import typer
@@ -37,7 +37,20 @@ def stop(message: object, code: int = 2) -> NoReturn:
 def console() -> Console:
     """The console of stdout: as wide as the terminal, and without one so wide that nothing is cut or broken."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=10_000)
+    return found if found.is_terminal else Console(file=_unpadded(sys.stdout), highlight=False, width=10_000)
+
+
+def _unpadded(file: TextIO) -> TextIO:
+    """A file that gets lines without the spaces by which tables fill them, which a pager would wrap."""
+
+    class Unpadded:
+        def write(self, text: str) -> int:
+            return file.write(re.sub(r" +(?=\n)", "", text))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+    return cast(TextIO, Unpadded())
 
 
 def writable(option: str, text: str, suffixes: Sequence[str] = ("",)) -> Path:
