@@ -188,7 +188,7 @@ def test_a_model_has_a_line_a_layer(name: str, net: str) -> None:
         (("NET:nope", "2x3"), "--model NET:nope cannot be made: AttributeError: module 'net' has no attribute 'nope'"),
         (("none.py:Net", "2x3"), "--model must name a file that exists; got 'none.py:Net'"),
         (("Net", "2x3"), "--model must be FILE.py:NAME or a module's name and NAME; got 'Net'"),
-        (("NET:Net", "2x0"), "--input must be sizes joined by x, like 8x64x512x512 or 8x100; got '2x0'"),
+        (("NET:Net", "2x0"), "--input must be sizes of at least 1 joined by x, like 8x64x512x512 or 8x100; got '2x0'"),
     ],
 )
 def test_a_model_that_cannot_be_explained_is_one_sentence(net: str, arguments: tuple[str, str], sentence: str) -> None:

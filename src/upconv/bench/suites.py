@@ -313,7 +313,7 @@ _EXAMPLE = '"64,64,(3,7),stride=2,padding=1"'
 def parse_shape(text: str) -> tuple[int, ...]:
     """``8x100`` as ``(8, 100)``: the sizes of a tensor of any rank. Errors: ValueError, one sentence."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise ValueError(f"--input must be sizes joined by x, like 8x64x512x512 or 8x100; got {text!r}")
+        raise ValueError(f"--input must be sizes of at least 1 joined by x, like 8x64x512x512 or 8x100; got {text!r}")
     return tuple(map(int, text.split("x")))
 
 
