@@ -210,7 +210,8 @@ def summary(found: Report) -> list[str]:
             )
     if theirs := [row["case"] for row in timed if row["engine"] == "torch"]:
         names = ", ".join(dict.fromkeys(theirs))
-        lines.append(f"{mean(timed):.2f}x with {_rows(len(theirs))} left to PyTorch's own operator at 1: {names}")
+        counted = f"{len(theirs)} of PyTorch's own operator counted as 1"
+        lines.append(f"{mean(timed):.2f}x over {_rows(len(timed))}, {counted}: {names}")
     return lines
 
 
