@@ -157,7 +157,8 @@ def _flip(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # A chunk's input and output exist twice in float32, once as oneDNN blocks them: at most a quarter of the output at a
-# time keeps that below the temporaries of PyTorch's half-precision operator, and 2^20 outputs stay in cache.
+# time keeps that below the temporaries of PyTorch's half-precision operator in NCHW, and 2^20 outputs stay in cache. In
+# channels_last PyTorch's has none, and a chunk is an image: more chunks are more waits for all threads.
 _WIDE_OUTPUTS = 1 << 20
 _WIDE_SHARE = 4
 _WIDE_CHANNELS = 16  # what oneDNN's depthwise kernel takes at once
