@@ -41,7 +41,8 @@ def layer(case: str, dtype: torch.dtype, layout: str = "nchw", **changes: object
         ("C", torch.bfloat16, "channels_last", "shuffle"),
         ("C", torch.float64, "nchw", "native"),
         ("GAN4", torch.float32, "channels_last", "native"),
-        ("depthwise", torch.bfloat16, "channels_last", "wide"),
+        ("depthwise", torch.bfloat16, "nchw", "wide"),
+        ("depthwise", torch.bfloat16, "channels_last", "native"),  # of few images, each in float32 takes memory
     ],
 )
 def test_choices(case: str, dtype: torch.dtype, layout: str, forward: str) -> None:
@@ -51,6 +52,15 @@ def test_choices(case: str, dtype: torch.dtype, layout: str, forward: str) -> No
     assert [c.name for c in plan.candidates if c.chosen] == [forward]
     assert {c.name for c in plan.candidates} == set(cpu.FORWARD_PLANS)
     assert all(c.reason for c in plan.candidates)
+
+
+def test_a_batch_of_many_images_is_computed_in_float32_one_by_one() -> None:
+    """PyTorch's operator holds nothing beside input and result, and one image of so many is a small part of them."""
+    for batch, forward in ((8, "native"), (64, "wide")):
+        p = layer("depthwise", torch.bfloat16, "channels_last", batch=batch)
+        plan = planner.plan(p, ONEDNN)
+        assert plan.forward == forward
+        assert (cpu.run.wide_bytes(p) <= 0.05 * p.bytes) == (forward == "wide")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

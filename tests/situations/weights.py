@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -184,6 +185,7 @@ def moved_to_and_fro(lab: Lab) -> Any:
 )
 def graphed_training(lab: Lab) -> Any:
     model, x, found = lab.model(), lab.x(), []
+    gc.collect()  # graphs of an earlier run may be garbage, which must not be destroyed while another is captured
     graphed = torch.cuda.make_graphed_callables(model, (lab.x(requires_grad=True),))
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
     for _ in range(3):

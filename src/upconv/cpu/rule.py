@@ -31,6 +31,9 @@ _SMALL_WORK = 10_000_000  # multiplications per thread below which the same hold
 _MOST_TAPS = 4096  # the geometry of `shuffle` lists the taps; no known layer has as many
 _BLOWUP = 2.0  # multiplications of `shuffle` over the useful ones that its single pass still pays for
 _FEW_CHANNELS = 4  # output channels that PyTorch's kernels pad to twice as many at least
+_WIDE_MEMORY = (
+    1 / 25
+)  # of all bytes, which `wide` may take for an image in channels_last; PyTorch's operator takes none
 _MANY_PHASES = 16  # phases from which oneDNN's half-precision depthwise kernel is slow in small chunks too
 _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few channels is slow
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
@@ -149,6 +152,8 @@ def _choose_strided(p: Problem, threads: int) -> Choice:
     dilated = any(d > 1 and s > 1 for d, s in zip(p.dilation, p.stride))
     if p.depthwise and p.dtype in HALF and not dilated and p.rank < 3:
         chunk = run.wide_channels(p)
+        if p.layout == "channels_last" and run.wide_bytes(p) > _WIDE_MEMORY * p.bytes:
+            return _relieved(p, "an image in float32 would take more memory than PyTorch's operator")
         if chunk < p.batch * p.in_channels and chunk % 16 == 0:
             return "wide", "oneDNN's depthwise kernel is far faster in float32, and chunks of it stay in cache"
     if p.taps > _MOST_TAPS or shuffle_blowup(p) > _BLOWUP:

@@ -173,6 +173,11 @@ def wide_channels(p: Problem) -> int:
     return most // _WIDE_CHANNELS * _WIDE_CHANNELS or p.in_channels
 
 
+def wide_bytes(p: Problem) -> int:
+    """What `wide` holds beside input and result: a chunk's, in float32."""
+    return 4 * (math.prod(p.input_shape) + math.prod(p.output_shape)) // p.batch * wide_channels(p) // p.in_channels
+
+
 def _wide(p: Problem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = _empty_output(p, x)
     w, b = weight.float(), None if bias is None else bias.float().view(-1, *(1,) * p.rank)
