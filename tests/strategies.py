@@ -100,14 +100,14 @@ def excess(out: Tensor, truth: Tensor, magnitude: Tensor, terms: int, roundings:
     float64), in any order, and the result is rounded once to the dtype: ``|error| <= (terms + 4) u_sum magnitude +
     2 u_out |truth|``, with an absolute floor where half precisions underflow. Higham, "Accuracy and Stability of
     Numerical Algorithms", 3.1. Where PyTorch's own operations keep partial sums in the result's dtype, ``roundings`` of
-    them add ``u_out magnitude`` each. In TF32 both factors are rounded to 11 bits: ``2 * 2**-11`` of each product.
+    them add ``u_out magnitude`` each. In TF32 both factors are rounded to 11 bits: ``2**-10`` of each product.
     """
     assert out.shape == truth.shape
     info = torch.finfo(out.dtype)
     u_out = info.eps / 2
     u_sum = 2**-53 if out.dtype is torch.float64 else 2**-24
     bound = (
-        ((terms + 4) * u_sum + roundings * u_out + tf32 * 2.1 * 2**-11) * magnitude
+        ((terms + 4) * u_sum + roundings * u_out + tf32 * 2**-10) * magnitude
         + 2 * u_out * truth.abs()
         + info.smallest_normal
     )

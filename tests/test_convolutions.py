@@ -6,6 +6,7 @@ Without a GPU the kernels are `standins`.
 from __future__ import annotations
 
 import copy
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,11 +27,12 @@ from conftest import HOPPER, assert_close
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from strategies import changed_settings, excess
-from upconv import convolutions, modules, reference
-from upconv.cuda import bias, engine, gpu
+from upconv import convolutions, modules, planner, reference
+from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
 from upconv.planner import Device
 from upconv.problem import Problem
+from upconv.replay import calls, native
 
 LAYERS: Any = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CONVOLVE: Any = (None, F.conv1d, F.conv2d, F.conv3d)
@@ -181,6 +183,34 @@ def test_the_rule(case: Any, others: dict[str, Any], ours: Any, theirs: Any) -> 
     assert not any(getattr(found, name, False) for name in theirs)
     if others.get("training") and ours == BOTH:
         assert not found.inference.for_output and found.inference.inference is found.inference
+
+
+def test_the_rule_asks_for_no_compiler(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether calls can be replayed changes which kernel computes none, and no compiler is run within a call."""
+    monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
+    monkeypatch.setattr(planner, "cuda_device", lambda index: H200)
+    monkeypatch.setattr(calls, "float32_precision", lambda: "tf32")
+
+    def choose(p: Problem, g: gpu.Gpu, general: bool = False) -> dict[str, Any]:
+        """As fast as PyTorch's, which is enough in training alone."""
+        return {"stand-in": StandIn(p, kernels.log, seconds=convolutions.expected(p, p.pass_, g))}
+
+    monkeypatch.setattr(families, "choose", choose)
+    monkeypatch.setattr(native, "module", lambda: None)
+    monkeypatch.setattr(subprocess, "run", lambda *command, **_: pytest.fail("a compiler runs"))
+    taken: list[list[str]] = []
+    for compiler in (None, "/usr/bin/c++"):
+        convolutions.forget()
+        modules._left.clear()
+        monkeypatch.setattr(native, "compiler", lambda compiler=compiler: compiler)
+        ours = upconv.accelerate(nn.Conv2d(64, 128, 4, 2, 1, bias=False), convolutions=True)
+        for training in (True, False):
+            kernels.log.clear()
+            with torch.set_grad_enabled(training):
+                assert ours(torch.randn(32, 64, 32, 32, requires_grad=training)).shape == (32, 128, 16, 16)
+            taken.append(kernels.ran())
+    convolutions.forget()
+    assert taken == [["grad-input"], []] * 2
 
 
 # --- calls that PyTorch must see -------------------------------------------------------------------------------------
@@ -425,11 +455,18 @@ def test_kernels_are_warmed_up(
     ours, theirs = layer(2, 4, 6, 3)
     x = image()
     upconv.warmup(ours, x, training=training)
+    assert {label.split()[0] for label in compiled} == passes
     prepared = [pass_ for what, pass_ in stand_ins.log if what == "prepare"]
-    assert {label.split()[0] for label in compiled} == set(prepared) == passes
+    assert set(prepared) == passes and sums == ([(2, 6, 6, 6)] if training else [])
+    compiled.clear()
     assert_same_step(ours, theirs, x) if training else torch.testing.assert_close(ours(x), theirs(x))
-    assert len(compiled) == len(passes) and [pass_ for what, pass_ in stand_ins.log if what == "prepare"] == prepared
+    assert not compiled and [pass_ for what, pass_ in stand_ins.log if what == "prepare"] == prepared
     assert sums == ([(2, 6, 6, 6)] if training else [])
+    sums.clear()
+    stand_ins.log.clear()
+    ours = parametrizations.weight_norm(layer(2, 4, 6, 5, bias=False)[0])  # without gradients it is computed so too
+    upconv.warmup(ours, x, training=training)
+    assert {pass_ for what, pass_ in stand_ins.log if what == "prepare"} == passes and not sums
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -31,9 +31,8 @@ _SMALL_WORK = 10_000_000  # multiplications per thread below which the same hold
 _MOST_TAPS = 4096  # the geometry of `shuffle` lists the taps; no known layer has as many
 _BLOWUP = 2.0  # multiplications of `shuffle` over the useful ones that its single pass still pays for
 _FEW_CHANNELS = 4  # output channels that PyTorch's kernels pad to twice as many at least
-_WIDE_MEMORY = (
-    1 / 25
-)  # of all bytes, which `wide` may take for an image in channels_last; PyTorch's operator takes none
+# Of all bytes, what `wide` may hold for an image in channels_last, where PyTorch's operator holds nothing beside them.
+_WIDE_MEMORY = 1 / 25
 _MANY_PHASES = 16  # phases from which oneDNN's half-precision depthwise kernel is slow in small chunks too
 _FEW_ROW = 32  # pixels in a row of the input below which the correlation of few channels is slow
 _LEAST_RESULTS = 8  # output channels of the correlation that fill a vector
