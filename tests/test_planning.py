@@ -4,6 +4,7 @@ and their bounds leave out no tiling that could be the best."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
+from upconv.cuda.compile import jit
 from upconv.cuda.gemm import gather, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
@@ -65,6 +67,17 @@ def test_strides_of_thousands_are_planned_and_compiled_as_others(stride: int, gp
         choice = planner.select(p.with_(pass_=pass_), planner.Device("cuda", gpu=gpu)).choice
         if choice is not None:
             assert sum(len(unit.source) for unit in choice.sources()) < 400_000
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_stride_compiles_in_seconds(layout: str) -> None:
+    p = Problem.make(2, 64, 64, (4, 4), 3, 3000, 1, dtype=torch.bfloat16, layout=layout)  # type: ignore[arg-type]
+    choice = planner.select(p, planner.Device("cuda", gpu=H200)).choice
+    assert choice is not None
+    begin = time.process_time()
+    for unit in choice.sources():
+        jit.built(unit.source, "90a", unit.label)
+    assert time.process_time() - begin < 10 * FACTOR
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
