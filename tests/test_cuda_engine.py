@@ -507,8 +507,12 @@ def test_warmup_compiles_sums_for_the_bias_with_the_rest(
         return b""
 
     monkeypatch.setattr(jit, "cubin", cubin)
-    with pytest.raises(RuntimeError, match=r"the gradient for the bias of 4->6 k3 .* on 3x4x5x5.*: no compiler"):
-        upconv.warmup(upconv.ConvTranspose2d(4, 6, 3, stride=2), (3, 4, 5, 5), training=True)
+    strided, said = upconv.ConvTranspose2d(4, 6, 3, stride=2), r"the gradient for the bias of 4->6 k3 .*: no compiler"
+    with pytest.raises(RuntimeError, match=said):
+        upconv.warmup(strided, (3, 4, 5, 5), training=True)
+    monkeypatch.setattr(prepared, "loaded", lambda launch, arguments, device: cubin("", "90a", "bias"))
+    with pytest.raises(RuntimeError, match=said):
+        strided(torch.randn(3, 4, 5, 5)).sum().backward()
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

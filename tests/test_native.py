@@ -585,6 +585,26 @@ def test_frozen_layers_are_replayed_each_with_its_copy(
         assert_equal(frozen_layers.replayed(model, autocast), frozen_layers.truth(model, autocast))
 
 
+@needs_gxx
+def test_a_frozen_layer_whose_copy_is_dropped_while_it_is_recorded_is_recorded_later(
+    frozen_layers: FrozenLayers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = frozen_layers.models[0], torch.randn(3, 5, 4, 7)
+    record = replays.layer_of
+
+    def dropping(*given: Any) -> Any:
+        monkeypatch.setattr(replays, "layer_of", record)
+        weights.frozen[next(at for at in weights.frozen if at[1] == model[0].weight.data_ptr())].packed.clear()
+        return record(*given)
+
+    monkeypatch.setattr(replays, "layer_of", dropping)
+    for _ in range(6):
+        infer(model, x)
+    assert replays.layer_of is record
+    frozen_layers.x = x
+    assert_equal(frozen_layers.replayed(model), frozen_layers.truth(model))
+
+
 Change = Callable[[Any, Tensor], object]
 
 

@@ -125,7 +125,10 @@ def gradients(
             grad_bias = grad.sum((0, *range(2, grad.dim())), dtype=weight.dtype)
         else:
             grad_bias = grad.new_empty_strided((grad.shape[1],), (1,), dtype=weight.dtype)
-            by_bias.run(_dense(grad, runners.format), grad_bias, lasting and not _capturing())
+            try:
+                by_bias.run(_dense(grad, runners.format), grad_bias, lasting and not _capturing())
+            except RuntimeError as error:
+                raise failure(plan, index, error, None) from error
     return grad_input, grad_weight, grad_bias
 
 
@@ -242,12 +245,12 @@ def failure(plan: Plan, index: int, error: RuntimeError, pass_: Pass | None = "f
 
     ``pass_``: None for the gradient for the bias.
     """
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     if pass_ is None:
         where = f"the gradient for the bias of {plan.problem} on cuda:{index}"
-        return RuntimeError(f"upconv could not compute {where}: {error}")
+        return kind(f"upconv could not compute {where}: {error}")
     selected = plan.selection(pass_)
     assert selected.choice is not None
-    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     where = f"{plan.device.kind}:{selected.name} on cuda:{index} ({selected.choice.summary})"
     return kind(f"upconv could not compute {plan.problem.with_(pass_=pass_)} by {where}: {error}")
 

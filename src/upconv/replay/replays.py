@@ -73,7 +73,10 @@ def replayed(known: Call, input: Tensor, weight: Tensor, bias: Tensor | None, tr
         return (operation.forward(x, weight, bias),)
 
     what, gradients = f"the forward of {operation.plan.problem}", _gradients_of(operation)
-    found, known.layers[slot] = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
+    found, layer = layer_of(module, operation.plan, what, operands, compute, known.autocast, gradients)
+    if slot == 2 and layer is NEVER and runner.kept(entry, weight, makes=False) is not copy:
+        layer = None  # another thread dropped the copy, so that the call packed anew: a later one may be recorded
+    known.layers[slot] = layer
     return None if training else found[0]
 
 
