@@ -174,6 +174,14 @@ sys.modules["upconv"].__path__ = {list(upconv.__path__)}
 """The head of a program that wants only the compiler or the cache: the package without its import of PyTorch, 2.7 s."""
 
 
+def printed(*arguments: object, **environment: str) -> str:
+    """What Python prints in a process of its own that is given these arguments, and ends well."""
+    command, variables = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 # --- error bounds ----------------------------------------------------------------------------------------------------
 
 

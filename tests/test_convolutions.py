@@ -27,7 +27,7 @@ from conftest import HOPPER, assert_close
 from situations import differences, error
 from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
 from strategies import changed_settings, excess
-from upconv import convolutions, modules, planner, reference
+from upconv import convolutions, modules, planner
 from upconv.cuda import bias, engine, families, gpu
 from upconv.cuda.compile import jit
 from upconv.planner import Device
@@ -35,7 +35,6 @@ from upconv.problem import Problem
 from upconv.replay import calls, native
 
 LAYERS: Any = (None, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-CONVOLVE: Any = (None, F.conv1d, F.conv2d, F.conv3d)
 MASKS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 PASSES = {"for_output": "grad-input", "for_input": "fwd", "for_weight": "grad-weight"}
 """The transposed convolution's pass that a convolution's pass is."""
@@ -78,40 +77,6 @@ def assert_same_step(ours: Any, theirs: Any, x: Tensor, mask: tuple[int, ...] = 
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert_close(a, b, length=512)
-
-
-# --- geometry --------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, list[int], list[int], list[tuple[int, ...]]]:
-    """Rank, shapes of input and weight, and stride, padding and dilation; most of them fit."""
-    rank = draw(st.integers(1, 3))
-
-    def several(least: int, most: int) -> tuple[int, ...]:
-        return tuple(draw(st.integers(least, most)) for _ in range(rank))
-
-    x = [draw(st.integers(1, 2)), draw(st.integers(2, 3)), *several(1, 7)]
-    w = [draw(st.integers(2, 3)), x[1], *several(1, 4)]
-    return rank, x, w, [several(1, 3), several(0, 3), several(1, 3)]
-
-
-@given(shapes())
-@settings(max_examples=400, deadline=None)
-def test_a_convolution_is_the_gradient_of_the_transposed_one(
-    drawn: tuple[int, list[int], list[int], list[tuple[int, ...]]],
-) -> None:
-    rank, x_shape, w_shape, (stride, padding, dilation) = drawn
-    x, w = torch.randn(x_shape, dtype=torch.float64), torch.randn(w_shape, dtype=torch.float64)
-    p = convolutions.transposed(x.shape, w.shape, stride, padding, dilation, torch.float64)
-    wanted = error(lambda: CONVOLVE[rank](x, w, None, stride, padding, dilation))
-    if not isinstance(wanted, Tensor):
-        assert p is None
-        return
-    assert p is not None
-    assert (p.output_shape, p.input_shape, p.weight_shape) == (x.shape, wanted.shape, w.shape)
-    found = reference.gradients(p, x, torch.zeros(p.input_shape, dtype=torch.float64), w)[0]
-    assert reference.relative_error(found, wanted) < 1e-12
 
 
 # --- which calls are ours --------------------------------------------------------------------------------------------

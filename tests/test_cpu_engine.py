@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 
 import upconv
-from conftest import EVERY, OURS, _forget_plans
+from conftest import EVERY, OURS, _forget_plans, printed
 from strategies import forward_excess, gradient_excess, gradient_problems, operands, problems
 from upconv import cpu, planner
 from upconv.cpu import rule
@@ -116,14 +114,7 @@ print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
 def test_large_layers_hold_no_more_memory_than_pytorchs_operator(layer: str, layout: str) -> None:
     """Input, result and what is held beside them at the peak."""
     problem = f"Problem.make({layer}, layout={layout!r})"
-    ours, theirs = (
-        int(
-            subprocess.run(
-                [sys.executable, "-c", _PEAK, plan, problem], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for plan in ("shuffle", "native")
-    )
+    ours, theirs = (int(printed("-c", _PEAK, plan, problem)) for plan in ("shuffle", "native"))
     assert ours <= 1.05 * theirs
 
 

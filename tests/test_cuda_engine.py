@@ -520,11 +520,6 @@ def test_warmup_compiles_sums_for_the_bias_with_the_rest(
 CUDA = pytest.mark.gpu
 
 
-@pytest.fixture
-def ieee(settings_of_precision: Any) -> None:
-    settings_of_precision.cudnn.conv.fp32_precision = "ieee"
-
-
 def _layer_on_gpu() -> tuple[upconv.ConvTranspose2d, Tensor]:
     return upconv.ConvTranspose2d(16, 24, 4, stride=2, padding=1).cuda(), torch.randn(4, 16, 20, 20, device="cuda")
 

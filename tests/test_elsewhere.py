@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 import upconv
-from conftest import assert_close, forced_plans
+from conftest import assert_close, forced_plans, printed
 from upconv import modules
 
 BARE = """
@@ -42,10 +40,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_bare(packages: Path, code: str, *args: object) -> str:
     """Runs a program in that environment: an isolated interpreter without its own site-packages."""
-    command = [sys.executable, "-I", "-S", "-c", BARE + code, str(packages), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed("-I", "-S", "-c", BARE + code, packages, *args)
 
 
 def model() -> nn.Module:
@@ -98,10 +93,8 @@ print({{row.why for row in upconv.summary(model, (1, 3, 6, 7)).rows}})
 upconv.accelerate(model, report=print)
 print(any("marks" in row.why for row in upconv.summary(model, (1, 3, 6, 7)).rows))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    first, *lines, last = done.stdout.splitlines()
-    assert first == ("{'torch.nn.ConvTranspose2d.forward looks for no marks in this process; call upconv.accelerate'}")
+    first, *lines, last = printed("-c", code).splitlines()
+    assert first == "{'torch.nn.ConvTranspose2d.forward looks for no marks in this process; call upconv.accelerate'}"
     assert [": accelerated" in line for line in lines] == [True] * 3 + [False] and last == "False"
 
 

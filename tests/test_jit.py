@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import BARE, needs_nvrtc
+from conftest import BARE, needs_nvrtc, printed
 from situations.processes import in_threads
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import gpu
@@ -65,9 +63,7 @@ def test_a_compilation_leaves_pythons_shared_bytes_alone(tmp_path: Path) -> None
         "assert all(bytes([i])[0] == i for i in range(256)), [i for i in range(256) if bytes([i])[0] != i]\n"
         "print('two', 'words')\n"
     )
-    environment = {**os.environ, "UPCONV_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, b"two words\n"), done.stderr.decode()
+    assert printed("-c", program, UPCONV_CACHE_DIR=str(tmp_path)) == "two words\n"
 
 
 @needs_nvrtc
@@ -242,5 +238,4 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @needs_nvrtc
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_child_compiles_what_a_thread_of_its_parent_does() -> None:
-    ended = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
-    assert ended.stdout.split() == ["0"], ended.stderr
+    assert printed("-c", FORKED) == "0\n"

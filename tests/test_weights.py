@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrizations
 
 import upconv
+from conftest import printed
 from twins import lines_of
 from upconv import freezing, planner
 from upconv.cuda import engine, weights
@@ -338,9 +337,8 @@ def test_gpu_sharded_training(tmp_path: Path) -> None:
     script = tmp_path / "sharded.py"
     tests = Path(__file__).resolve().parent
     script.write_text(textwrap.dedent(_SHARDED).format(tests=str(tests), port=str(29500 + os.getpid() % 1000)))
-    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert all(float(line) < 1e-3 for line in found.stdout.split()[-2:]), found.stdout
+    found = printed(script)
+    assert all(float(line) < 1e-3 for line in found.split()[-2:]), found
 
 
 def _doubles(weight: Tensor) -> None:
