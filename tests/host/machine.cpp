@@ -199,16 +199,6 @@ static void start(std::function<void()> work) {
     self = now;
   });
 }
-void copy_words(u32 to, const void* from, int size, int bytes) {
-  unsigned char* at = anywhere(to);
-  if ((size_t)from % size && bytes) fail("a copy from a misaligned place");
-  auto work = [=] {
-    if (bytes) memcpy(at, from, bytes);
-    memset(at + bytes, 0, size - bytes);
-  };
-  if (!late) return work();
-  self->copies.push_back(work), self->uncommitted_copies++;
-}
 void finish_copies(Fiber& f, size_t groups_left) {
   while (f.copy_groups.size() > groups_left) {
     for (size_t i = 0; i < f.copy_groups[0]; i++) f.copies[i]();
@@ -277,6 +267,17 @@ void barrier_wait(u32 barrier, u32 parity) {
   if ((b & 1) != parity) return;
   machine::self->barrier = &b, machine::self->parity = parity;
   machine::yield();
+}
+void copy16(u32 to, const void* from, int bytes) {
+  using namespace machine;
+  unsigned char* at = shared_at(to, 16);
+  if ((size_t)from % 16 && bytes) fail("a copy from a misaligned place");
+  auto work = [=] {
+    if (bytes) memcpy(at, from, bytes);
+    memset(at + bytes, 0, 16 - bytes);
+  };
+  if (!late) return work();
+  self->copies.push_back(work), self->uncommitted_copies++;
 }
 void arrive_when_copied(u32 barrier) {
   using namespace machine;

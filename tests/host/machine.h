@@ -25,8 +25,6 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
@@ -65,7 +63,6 @@ struct Fiber {
   u32 generation;
   const u64* barrier;
   u32 parity;
-  u32 cluster_generation;
   long long spins;
   std::vector<std::function<void()>> products, stores;                // under way: matrix instructions; bulk copies out
   std::vector<size_t> product_groups;                                 // how many of them, of each group
@@ -129,14 +126,6 @@ template <class V> static V __shfl_sync(u32 lanes, V v, int lane, int width = 32
 template <class V> static V __shfl_xor_sync(u32 lanes, V v, int mask) {
   return machine::exchange_one(v, (machine::self->thread ^ mask) & 31, lanes);
 }
-static u32 __ballot_sync(u32, bool vote) {
-  u64 words[4] = {vote};
-  const auto& shown = machine::exchange(words);
-  u32 found = 0;
-  for (int lane = 0; lane < 32; lane++) found |= (u32)shown[lane][0] << lane;
-  return found;
-}
-static int __ffs(u32 v) { return __builtin_ffs((int)v); }
 static u32 __byte_perm(u32 low, u32 high, u32 selector) {
   u64 bytes = (u64)high << 32 | low;
   u32 found = 0;
@@ -179,12 +168,6 @@ static const u32 SHARED_BEGIN = 1024;
 static unsigned char* dynamic_memory() { return self->block->bytes; }
 
 unsigned char* shared_at(u32 at, u32 bytes);
-// A static array's has no bounds here: its distance from a variable of the same library.
-static const u32 SHARED_STATIC = 0x800000;
-static unsigned char* anywhere(u32 at) {
-  if (at < SHARED_STATIC / 2) return dynamic_memory() + (int)(at - SHARED_BEGIN);
-  return (unsigned char*)&shared_bytes + (int)(at - SHARED_STATIC);
-}
 template <class T> static T load_shared(u32 at) {
   T v;
   memcpy(&v, shared_at(at, sizeof v), sizeof v);
@@ -208,14 +191,8 @@ template <class... A> static void call(void (*kernel)(A...)) {
   const char* from = given;
   Called<A...>{kernel, argument<A>(from)...};           // in braces, so that arguments are taken in their order
 }
-// Runs a grid; `together`: blocks that run at once. Returns what went wrong, or null.
 // Runs a grid; `together`: blocks that run at once. With `end`, of its blocks those from `begin` on. Returns what went wrong, or null.
 const char* launch(void (*with)(), int count, int threads, int shared, const char* arguments, int together, int seed, int begin = 0, int end = 0);
 }  // namespace machine
 
-static u32 shared_address(const void* p) {
-  using namespace machine;
-  const long long at = (const unsigned char*)p - dynamic_memory();
-  if (at >= 0 && at <= shared_bytes) return (u32)at + SHARED_BEGIN;
-  return (u32)((const unsigned char*)p - (const unsigned char*)&shared_bytes) + SHARED_STATIC;
-}
+static u32 shared_address(const void* p) { return (u32)((const unsigned char*)p - machine::dynamic_memory()) + machine::SHARED_BEGIN; }

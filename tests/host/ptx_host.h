@@ -2,7 +2,6 @@
 #pragma once
 #include "machine.h"
 
-#define HAS_ASYNC_PROXY 1
 #define __CUDA_ARCH__ 900
 
 #define CLUSTER_DIMS(blocks)
@@ -25,10 +24,6 @@ static void expect_bytes(u32 barrier, u32 bytes) {
   machine::advance(barrier, 1, 0);
 }
 void barrier_wait(u32 barrier, u32 parity);
-static bool barrier_done(u32 barrier, u32 parity) {
-  barrier_wait(barrier, parity);
-  return true;
-}
 static void named_sync(int id, int threads) { machine::meet(machine::self->block->named[id], threads); }
 template <int ID, int THREADS_OF> static void named_sync() { named_sync(ID, THREADS_OF); }
 static void named_arrive(int id, int threads) {
@@ -39,39 +34,22 @@ static void named_arrive(int id, int threads) {
 
 // --- clusters -----------------------------------------------------------------------------------------------------------
 
-static void cluster_arrive() {
-  using namespace machine;
-  self->cluster_generation = cluster_sync_state.generation;
-  cluster_sync_state.arrived++;
-  release(cluster_sync_state, cluster_alive);
-}
-static void cluster_wait() { machine::wait_for(machine::cluster_sync_state, machine::self->cluster_generation); }
-static void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
-}
+static void cluster_sync() { machine::meet(machine::cluster_sync_state, machine::cluster_alive); }
 static u32 cluster_address(u32 a, int rank) { return (a & 0xffffff) | (u32)(rank + 1) << 24; }
 static void load_cluster_128(float (&v)[4], u32 a, int rank) { memcpy(v, machine::shared_at(cluster_address(a, rank), 16), 16); }
 
 // --- copies into shared memory ------------------------------------------------------------------------------------------
 
 namespace machine {
-void copy_words(u32 to, const void* from, int size, int bytes);
 void finish_copies(Fiber& f, size_t groups_left);
 }  // namespace machine
 
-static void copy16(u32 to, const void* from) { machine::copy_words(to, from, 16, 16); }
-static void copy16(u32 to, const void* from, int bytes) { machine::copy_words(to, from, 16, bytes); }
-template <int BYTES> static void copy_word(u32 to, const void* from, int bytes) { machine::copy_words(to, from, BYTES, bytes); }
+void copy16(u32 to, const void* from, int bytes = 16);
 static void copy_commit() {
   machine::self->copy_groups.push_back(machine::self->uncommitted_copies);
   machine::self->uncommitted_copies = 0;
 }
 template <int N> static void copy_wait() { machine::finish_copies(*machine::self, N); }
-static void copy_wait_all() {
-  copy_commit();
-  copy_wait<0>();
-}
 void arrive_when_copied(u32 barrier);
 
 // --- bulk copies --------------------------------------------------------------------------------------------------------
@@ -139,8 +117,6 @@ static u32 load_shared_u32_if(u32 a, bool ok) { return ok ? machine::load_shared
 static u32 load_shared_u16(u32 a) { return machine::load_shared<u16>(a); }
 static void load_shared_128(u32 (&v)[4], u32 a) { memcpy(v, machine::shared_at(a, 16), 16); }
 static void load_shared_64(u32 (&v)[4], u32 a) { memcpy(v, machine::shared_at(a, 8), 8); }
-static void load_shared_constants(float (&v)[4], u32 a) { memcpy(v, machine::anywhere(a), 16); }
-static void load_shared_constants(double (&v)[2], u32 a) { memcpy(v, machine::anywhere(a), 16); }
 static void store_shared_u16(u32 a, u32 v) { machine::store_shared<u16>(a, (u16)v); }
 static void store_shared_u32(u32 a, u32 v) { machine::store_shared<u32>(a, v); }
 static void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) { machine::store_shared<uint4>(a, {v0, v1, v2, v3}); }

@@ -79,8 +79,6 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 #define CLUSTER_DIMS(blocks) __cluster_dims__(blocks)
 #endif
 #if HAS_ASYNC_PROXY
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
 // All threads of a cluster that have not returned; what they stored before is seen by all behind it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
@@ -108,13 +106,6 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, int bytes) {  /
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
-
-__device__ __forceinline__ void copy_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
-// BYTES, 4 or 8; of `bytes` 0 zeros.
-template <int BYTES>
-__device__ __forceinline__ void copy_word(u32 to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
-}
 
 // --- bulk copies (sm_90): one thread starts them; those to shared memory count at a barrier, those from it in groups ---
 
@@ -209,13 +200,6 @@ __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
 }
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
-}
-// What nothing overwrites: the compiler may move the load.
-__device__ __forceinline__ void load_shared_constants(float (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];\n" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(a));
-}
-__device__ __forceinline__ void load_shared_constants(double (&v)[2], u32 a) {
-  asm volatile("ld.shared.v2.f64 {%0,%1}, [%2];\n" : "=d"(v[0]), "=d"(v[1]) : "r"(a));
 }
 __device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
