@@ -45,8 +45,8 @@ def drawn(name: str, count: int) -> Iterator[TileChoice]:
 
 
 def test_counts_of_32_bits_are_not_exceeded() -> None:
-    p = Problem.make(2, 8, 8, (32, 32), 3, 2, 1, precision="tf32")
-    for fewer in (p.with_(batch=1, size=(2**15, 2**14)), p.with_(batch=2**31 // 32**2 - 1)):
+    p = Problem.make(2, 8, 8, (32, 32), 3, 2, 1, 1, precision="tf32")
+    for fewer in (p.with_(batch=1, size=(2**15 - 1, 2**14)), p.with_(batch=2**31 // 32**2 - 1)):
         found = family.choose("phases", fewer, H200)
         assert isinstance(found, TileChoice)
         assert max(found.tile.sizes(fewer, H200)) + 2 * found.grid < 2**31
@@ -175,7 +175,7 @@ RINGS: dict[str, tuple[str, Problem]] = {
     "implicit dX": ("implicit", Problem.make(2, 40, 160, (5, 7), 3, 2, 1, 1, **LAST, **BACK)),
     "pairs": ("pairs", Problem.make(2, 40, 40, (5, 24), 4, 2, 1, **BACK)),
     "pairs, forward": ("pairs", Problem.make(3, 40, 24, (40,), 8, 4, 2)),
-    "phases": ("phases", Problem.make(3, 40, 16, (5, 24), 3, 2, 1)),
+    "phases": ("phases", Problem.make(3, 40, 16, (5, 24), 3, 2, 1, 1)),
     "subpixel": ("subpixel", Problem.make(2, 200, 24, (10, 16), 2, 2)),
     "sweep": ("sweep", Problem.make(1, 40, 16, (3, 8, 16), (3, 3, 5))),
     "sweep dX": ("sweep", Problem.make(1, 16, 40, (3, 8, 16), (3, 3, 5), 1, (1, 1, 2), **BACK)),
@@ -218,13 +218,23 @@ def test_a_forwards_weights_are_right_where_they_lie(emulator: Emulator) -> None
             assert_computes(TileChoice(t, p, H200, Cost(1e-5)), emulator, seed, Way(last=seed > 0))
 
 
+@pytest.mark.parametrize("name", ["implicit dX", "pairs", "sweep dX"])
+@needs_gxx
+def test_sums_of_gradients_begin_with_a_bias(name: str, emulator: Emulator) -> None:
+    """That of a plain convolution."""
+    mode, p = RINGS[name]
+    choice = family.choose(mode, p.with_(precision="tf32", bias=False), H200)
+    assert isinstance(choice, TileChoice) and choice.biased
+    assert_computes(replace(choice, problem=choice.problem.with_(bias=True)), emulator, 0)
+
+
 # --- infinities ------------------------------------------------------------------------------------------------------
 
 
 @needs_gxx
 def test_infinities_stay_in_their_outputs(emulator: Emulator) -> None:
     """Of `phases` where all columns of a shift have taps."""
-    p = Problem.make(1, 40, 8, (8, 24), 3, 2, precision="tf32")
+    p = Problem.make(1, 40, 8, (8, 24), 3, 2, 1, 1, precision="tf32")
     assert all(tap >= 0 for s in phases.shifts_of(p)[1] for tap in s.taps)
     choice = family.choose("phases", p, H200)
     assert isinstance(choice, TileChoice)

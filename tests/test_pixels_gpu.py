@@ -28,7 +28,7 @@ MANY: dict[str, tuple[str, Problem]] = {
     "implicit dX": ("implicit", Problem.make(2, 64, 72, (50, 70), 3, 2, 1, 1, **LAST, **BACK)),
     "pairs": ("pairs", Problem.make(2, 64, 72, (50, 72), 4, 2, 1, **BACK)),
     "pairs, forward": ("pairs", Problem.make(3, 64, 40, (2000,), 8, 4, 2)),
-    "phases": ("phases", Problem.make(3, 48, 16, (67, 144), 3, 2, 1)),
+    "phases": ("phases", Problem.make(3, 48, 16, (67, 144), 3, 2, 1, 1)),
     "subpixel": ("subpixel", Problem.make(2, 300, 24, (60, 64), 2, 2)),
     "sweep": ("sweep", Problem.make(2, 40, 16, (9, 30, 40), (3, 3, 5))),
     "sweep dX": ("sweep", Problem.make(2, 16, 40, (9, 30, 40), (3, 3, 5), 1, (1, 1, 2), **BACK)),

@@ -57,7 +57,6 @@ class Tile(Base):
     """Of the ring of weights."""
 
     family = mode = file = "joined"
-    biased = True
     serves = (("fwd", "nchw"), ("grad-input", "nchw"))
 
     @property

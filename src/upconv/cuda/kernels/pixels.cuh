@@ -2,8 +2,7 @@
 //
 // A mode M is a template over its constants C. It has
 //   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
-//   Ring, ring_of      whose stages a producer fills and consumers read
-//   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
+//   RINGS, READERS     of a block: more than one, by a `ring_of` of its own, where each consumer has tiles of its own; consumers that read a stage
 //   first_tile, next_tile
 //   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
 //   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
@@ -22,6 +21,8 @@ struct PixelsOf {
   static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
   static constexpr int RINGS = 1, READERS = CONSUMERS;
   static constexpr bool TURNS = false;
+  using Ring = RingOf<C::stages, C::stage_bytes>;       // whose stages a producer fills and consumers read
+  static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
   static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
   static __device__ __forceinline__ int next_tile() { return gridDim.x; }
   static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'

@@ -34,14 +34,12 @@ static constexpr int CHUNKS = (C::cin + CK - 1) / CK;
 static constexpr int COLUMN_BLOCKS = (C::cout + COLUMNS - 1) / COLUMNS;
 static constexpr int ROWS = 64 * MB * (C::halves ? CONSUMERS : 1);  // pixels of a tile, at most
 static constexpr int PIXEL_BYTES = ROWS * ROW_BYTES;
-static constexpr int STAGE_BYTES = PIXEL_BYTES + COLUMNS * ROW_BYTES;
 static constexpr int SUMS_OF_M = COLUMNS / 2;           // a thread's of 64 pixels
 static constexpr int ALL_COLUMNS = C::cout;
 static constexpr int RINGS = 1, READERS = C::halves ? CONSUMERS : 1;
 static constexpr bool HOLDS = C::stages > 3, TURNS = !C::halves, ALIKE = false;
 using Sums = float[MB][SUMS_OF_M];
-using Ring = RingOf<C::stages, STAGE_BYTES>;
-static_assert(Ring::BYTES + Ring::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
+using typename PixelsOf<C>::Ring;
 static_assert(CLUSTER == 1 || (C::halves && CONSUMERS * 128 * MB * SUMS_OF_M * 4 <= Ring::BYTES),
               "a block's sums have no room where its stages were");
 using Stores = PixelStores<C::precision, C::cout, COLUMNS, C::wide_stores>;
@@ -181,7 +179,6 @@ struct Loader {
   }
 };
 
-static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
 static __device__ __forceinline__ void produce(const Work<Implicit>& work) {
   if (threadIdx.x == 0) ::produce<Implicit>(work, Loader(work));
 }

@@ -94,7 +94,7 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, 
   for (int step = 0; step < 2; step++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      u32 at = from + (slot_at(first + step, 0) - slot_at(0, 0)) * ELEMENT + i * (GROUP == 8 ? BOX_PLACE : 8 * C::step_w * ELEMENT);
+      u32 at = from + (slot_at(first + step, 0) - slot_at(0, 0)) * ELEMENT + i * (8 * C::step_w * ELEMENT);
       if constexpr (!NARROW && C::slot == 2) {
         u32 pair[4];
         load_shared_64(pair, at);
@@ -110,11 +110,6 @@ static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, 
     }
 }
 
-static __device__ __forceinline__ void begin(Sums& acc, const Work<Pairs>& work, int tile, int thread) {
-  if constexpr (C::forward) begin_sums<Pairs>(acc, work.bias, Base::block_of(tile) * COLUMNS + thread % 4 * 2);
-  else zero(acc);
-}
-
 static __device__ __forceinline__ void store(const Sums& acc, const Work<Pairs>& work, int tile, int wg, int thread) {
   if constexpr (!C::forward) {
     if (work.sizes.w % 2 == 0) return Base::template store_sums<true, false>(acc, work, tile, wg, thread);
@@ -126,27 +121,19 @@ static __device__ __forceinline__ void store(const Sums& acc, const Work<Pairs>&
 template <int STORES>
 struct Result {
   static constexpr int PLACE_8 = 8 * OUT * ELEMENT, CHANNELS_8 = 8 / OUT, PHASES_8 = 8 % OUT;
-  char* own[GROUP > 8 ? 1 : STORES];                    // of a place, at column `of`
-  int w[STORES];                                        // of its first phase in its row; behind the row: there is no such place
+  char* own;                                            // of the first place, at column `of`
+  int w;                                                // of its first phase in its row; behind the row: there is no such place
   int of, phase, plane, row;
 
   __device__ __forceinline__ Result(const Work<Pairs>& work, int tile, int whole, int place, int first)
       : of(first), phase(first % OUT), plane(work.sizes.d * work.sizes.h * work.sizes.w), row(work.sizes.w) {
     const Sizes& s = work.sizes;
+    const int index = Base::places_of(tile) * GROUPS + whole / GROUP;
+    const Group group = group_at(index, s);
+    const int at = (group.w + whole % GROUP + place) * OUT - TRIM;
     const long long column = (long long)channel_of(first) * plane + phase;
-#pragma unroll
-    for (int i = 0; i < STORES; i++) {
-      if (i > 0 && GROUP > 8) {
-        w[i] = w[0] + 8 * OUT;
-        continue;
-      }
-      const int index = Base::places_of(tile) * GROUPS + (GROUP > 8 ? whole : whole + place + i * 8) / GROUP;
-      const Group group = group_at(index, s);
-      const int within = GROUP > 8 ? whole % GROUP + place : place % 8;
-      const int at = (group.w + within) * OUT - TRIM;
-      own[i] = work.y + ((long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w + at + column) * ELEMENT;
-      w[i] = index < s.groups ? at : row;
-    }
+    own = work.y + ((long long)group.n * C::cout * plane + (group.d * s.h + group.h) * s.w + at + column) * ELEMENT;
+    w = index < s.groups ? at : row;
   }
   __device__ __forceinline__ void go(int j) {
     if (j == 0) return;
@@ -154,16 +141,15 @@ struct Result {
     const bool next = PHASES_8 && phase + PHASES_8 >= OUT;
     const long long step = ((long long)CHANNELS_8 * plane + PHASES_8 + (next ? plane - OUT : 0)) * ELEMENT;
     of += 8, phase += PHASES_8 - (next ? OUT : 0);
-#pragma unroll
-    for (auto& each : own) each += step;
+    own += step;
   }
   __device__ __forceinline__ bool next_channel(int c) const { return c && (OUT == 1 || (!ALIKE && phase == OUT - 1)); }
   __device__ __forceinline__ char* to(int i, int c) const {
-    return (GROUP > 8 ? own[0] + i * PLACE_8 : own[i]) + (next_channel(c) ? plane - (OUT - 1) : c) * (long long)ELEMENT;
+    return own + i * PLACE_8 + (next_channel(c) ? plane - (OUT - 1) : c) * (long long)ELEMENT;
   }
-  // A place's phases may be ahead of its row and behind it.
+  // A place's phases may be ahead of its row and behind it. (Behind it, places of no group are too.)
   __device__ __forceinline__ bool there(int i, int c) const {
-    return (u32)(w[i] + (next_channel(c) ? 0 : phase + c)) < (u32)row && (ALL_COLUMNS % COLUMNS == 0 || of + c < ALL_COLUMNS);
+    return (u32)(w + i * 8 * OUT + (next_channel(c) ? 0 : phase + c)) < (u32)row && (ALL_COLUMNS % COLUMNS == 0 || of + c < ALL_COLUMNS);
   }
 };
 };

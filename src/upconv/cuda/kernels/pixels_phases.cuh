@@ -23,35 +23,28 @@ using PixelsOf<C>::CONSUMERS;
 
 static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
 static constexpr int TILE_W = C::tile_w, STEP_W = C::step_w;
-static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
 static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
-static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
-static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows are whole 128 bytes, where boxes begin
+static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source: whole 128 bytes, where boxes begin
 static constexpr int PAIR_COLUMNS = STEP_W * CO_COLUMNS;  // of a pair's sums
-static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of a chunk's weights: a matrix instruction takes 32 bytes of K
-static constexpr int WEIGHT_BYTES = CHUNKS * STEP_BYTES;
 static constexpr bool HOLDS = false;
 static constexpr int RINGS = CONSUMERS, READERS = 1;
 using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
 using Maps = TensorMap;
-using Ring = RingOf<C::stages, STAGE_BYTES>;
+using typename PixelsOf<C>::Ring;
 
-// A consumer's buffer: `passed` output channels of its tile's row, each in units of 16 bytes as they lie in memory, so that neighbouring
-// lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
-// banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
-// faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
+// A consumer's buffer: `passed` output channels of its tile's row, each in units of 16 bytes, so that neighbouring lanes store neighbours. Rows
+// begin and end at whole units.
 static constexpr int RUN = TILE_W * STEP_W;             // outputs of one along W
-static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
-static constexpr int LINE_WORDS = (UNITS + !C::aligned) * 4;  // of a row; aligned: all rows begin at 16 bytes
-static constexpr int CHANNEL_BYTES = ((LINE_WORDS + 11) / 16 * 16 + 4) * 4;
-static constexpr int BUFFER_BYTES = PASS * CHANNEL_BYTES;
+static constexpr int UNITS = RUN / VEC;
+static constexpr int CHANNEL_BYTES = C::buffer_bytes / PASS;
 static constexpr int OF_WARP = PASS / 4;                // channels that a warp stores
 static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
 
-static constexpr int RINGS_AT = (WEIGHT_BYTES + 127) / 128 * 128;
-static constexpr int BUFFERS_AT = RINGS_AT + CONSUMERS * C::stages * STAGE_BYTES;
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
-static_assert(BARRIERS_AT + 16 * CONSUMERS * C::stages + 8 == C::shared_bytes, "the planner's shared memory is not the kernel's");
+// Shared memory: weights, each consumer's ring and buffer, barriers.
+static constexpr int RINGS_AT = (C::weight_bytes + 127) / 128 * 128;
+static constexpr int BUFFERS_AT = RINGS_AT + CONSUMERS * Ring::BYTES;
+static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * C::buffer_bytes;
+static_assert(BARRIERS_AT + CONSUMERS * Ring::BARRIER_BYTES + 8 == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 struct Sizes {
   int d, h, w;                                          // of the result
@@ -73,7 +66,7 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
 // Weights
 // =====================================================================================================================
 
-static constexpr int PACK_UNITS = WEIGHT_BYTES / 16;
+static constexpr int PACK_UNITS = C::weight_bytes / 16;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * C::kernel_h * C::kernel_w;
 
 // [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either. The weight is
@@ -100,11 +93,11 @@ struct Loader {
 
   __device__ __forceinline__ Steps begin(int index) {
     tile = tile_at(index, work.sizes);
-    return {0, CHUNKS};
+    return {0, C::chunks};
   }
 
   __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
-    expect_bytes(barrier, STAGE_BYTES);
+    expect_bytes(barrier, C::stage_bytes);
 #pragma unroll 1
     for (int row = 0; row < C::rows_d * C::rows_h; row++)
       load_box(to + row * ROW_BYTES, work.maps, tile.w + C::first_w, tile.h + C::first_h + row % C::rows_h,
@@ -116,13 +109,10 @@ struct Loader {
 static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
 static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
 
-static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
-
+static __device__ __forceinline__ u32 landed(u32 memory) { return memory + C::shared_bytes - 8; }  // weights
 static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {
-  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
-  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
+  return Ring::at(memory + RINGS_AT + consumer * Ring::BYTES, memory + BARRIERS_AT + consumer * Ring::BARRIER_BYTES);
 }
-
 static __device__ __forceinline__ void init(u32 memory) { barrier_init(landed(memory), 1); }
 
 static __device__ __forceinline__ void produce(const Work<Phases>& work) {
@@ -132,8 +122,8 @@ static __device__ __forceinline__ void produce(const Work<Phases>& work) {
     ::produce<Phases>(work, Loader{work}, warp);
   } else if (warp == 3) {
     wait_for_results();                                 // of `pack`
-    expect_bytes(landed(work.memory), WEIGHT_BYTES);
-    copy_packed(work.memory, work.packed, WEIGHT_BYTES, landed(work.memory));
+    expect_bytes(landed(work.memory), C::weight_bytes);
+    copy_packed(work.memory, work.packed, C::weight_bytes, landed(work.memory));
   }
 }
 
@@ -183,112 +173,36 @@ static __device__ __forceinline__ void multiply_row(Sums& acc, const u32 (&a)[SH
   wgmma_commit();
 }
 
-// The buffer gets `passed` channels' outputs of a pair's row, from channel `first` on; `begin`: where the row begins in the first channel.
-static __device__ __forceinline__ void fill_buffer(
-    const float (&acc)[MB][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, u32 plane, u32 buffer,
-    int channel, int warp, int lane) {
-#pragma unroll
-  for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
-    if (j >= (first + PASS) / 8) continue;
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int of = 8 * j + c;                         // the channel, but for the lane's share
-      float b = bias && (C::cout % 8 == 0 || of + channel < C::cout) ? Number::value(bias[of + channel]) : 0.f;
-      u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
-      if (!C::aligned) own += ((u32)(u64)begin / ELEMENT + (of + channel) * plane) % VEC * ELEMENT;
-#pragma unroll
-      for (int m = 0; m < MB; m++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          float v[STEP_W];
-#pragma unroll
-          for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
-          store_neighbours(own + (m * 64 + warp * 16 + h * 8) * (STEP_W * ELEMENT), v);
-        }
-    }
-  }
-}
-
-// Neighbouring outputs, two at a time where they begin at even places.
+// Neighbouring outputs, two at a time where there is an even number of them.
 static __device__ __forceinline__ void store_neighbours(u32 to, const float (&v)[STEP_W]) {
 #pragma unroll
   for (int u = 0; u < STEP_W; u++) {
-    if constexpr (STEP_W % 2 || !C::aligned) {
+    if constexpr (STEP_W % 2) {
       if constexpr (NARROW) store_shared_u16(to + u * 2, Number::bits(v[u]));
       else store_shared_f32(to + u * 4, v[u]);
     } else if (u % 2) {
-      if constexpr (NARROW) store_shared_u32(to + u * 2 - 2, Number::bits(v[u - 1]) | Number::bits(v[u]) << 16);
+      if constexpr (NARROW) store_shared_u32(to + u * 2 - 2, Number::pair(v[u - 1], v[u]));
       else store_shared_f32x2(to + u * 4 - 4, v[u - 1], v[u]);
-    }
-  }
-}
-
-// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_row`: where it begins in the
-// first channel.
-static __device__ __forceinline__ void store_row(int first, char* to_row, u32 of_row, bool row, int columns, u32 plane, int warp, int lane) {
-  u32 v[ROUNDS][4];                                     // all on their way before the first is stored
-  char* to[ROUNDS];
-  bool whole[ROUNDS];
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) {
-    int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
-    to[k] = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
-    int phase = C::aligned ? 0 : (u32)(u64)to[k] / ELEMENT % VEC;
-    unit += phase > 0;                                  // the one before is whole in no row
-    int at = unit * VEC - phase;                        // of the unit's first element in the row
-    load_shared_128(v[k], of_row + c * CHANNEL_BYTES + unit * 16);
-    to[k] += at * ELEMENT;
-    whole[k] = row && at + VEC <= columns && (C::cout % 8 == 0 || first + c < C::cout) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
-  }
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
-  if constexpr (!C::aligned) {                          // a lane for each end of a channel's row
-    int c = warp * OF_WARP + lane / 2 % OF_WARP;
-    char* line = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
-    int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
-    // One unit alone may be both ends.
-    bool part = row && lane < 2 * OF_WARP && (C::cout % 8 == 0 || first + c < C::cout) && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
-    load_shared_128(v[0], of_row + c * CHANNEL_BYTES + unit * 16);
-    store_some<ELEMENT>(line + at * ELEMENT, v[0], at, 0, columns, part);
-  }
-}
-
-static __device__ __forceinline__ void store(
-    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
-    int wg, int warp, int lane) {
-  u32 plane = (u32)s.d * s.h * s.w;         // elements of a channel
-  int channel = (lane & 3) * 2, columns = s.w - t.w * STEP_W;
-  columns = columns < RUN ? columns : RUN;              // of a row, that exist
-  y += (long long)t.n * C::cout * plane * ELEMENT;
-#pragma unroll
-  for (int pair = 0; pair < PAIRS; pair++) {
-    int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
-    char* begin = y + (long long)(((u32)first_d * s.h + first_h) * s.w + t.w * STEP_W) * ELEMENT;
-#pragma unroll
-    for (int first = 0; first < CO_COLUMNS; first += PASS) {
-      OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
-      named_sync(1 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc[pair], first, bias, begin, plane, buffer, channel, warp, lane);
-      named_sync(1 + wg, 128);
-      store_row(first, begin, buffer, first_d < s.d && first_h < s.h, columns, plane, warp, lane);
     }
   }
 }
 
 struct Consumer {
   const Work<Phases>& work;
-  int wg, thread;
+  int wg, warp, lane;
   u32 own;                                              // where a stage has the lane's first channel and q
+  u32 buffer;
   u32 weights;                                          // of the chunk, as descriptors have it
 
-  __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), thread(thread) {
-    own = (thread & 3) * 2 * PITCH_BYTES + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * ELEMENT;
+  __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), warp(thread >> 5), lane(thread & 31) {
+    own = (thread & 3) * 2 * PITCH_BYTES + (warp * 16 + (lane >> 2)) * ELEMENT;
+    buffer = work.memory + BUFFERS_AT + wg * C::buffer_bytes;
     barrier_wait(landed(work.memory), 0);
   }
 
   struct At { u32 stage, weights; };
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
-  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
+  __device__ __forceinline__ Steps steps(int) const { return {0, C::chunks}; }
   __device__ __forceinline__ void begin(Sums& acc, int) {
     zero(acc);
     weights = work.memory >> 4;
@@ -304,11 +218,69 @@ struct Consumer {
       load_fragments(a[row % 2], own + at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
       multiply_row(acc, a[row % 2], row, at.weights);
     }
-    weights += STEP_BYTES / 16;
+    weights += C::weight_bytes / C::chunks / 16;
   }
+
+  // The buffer gets `passed` channels' outputs of a pair's row, from channel `first` on; `channel`: of these the lane's.
+  __device__ __forceinline__ void fill_buffer(const float (&acc)[MB][PAIR_COLUMNS / 2], int first, int channel) const {
+    const Type* const bias = work.bias;
+#pragma unroll
+    for (int j = first / 8; j < CO_COLUMNS / 8; j++) {
+      if (j >= (first + PASS) / 8) continue;
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const int of = 8 * j + c;                       // the channel, but for the lane's share
+        float b = bias && (C::cout % 8 == 0 || of + channel < C::cout) ? Number::value(bias[of + channel]) : 0.f;
+        const u32 to = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (STEP_W * ELEMENT);
+#pragma unroll
+        for (int m = 0; m < MB; m++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            float v[STEP_W];
+#pragma unroll
+            for (int u = 0; u < STEP_W; u++) v[u] = acc[m][value_at<C::places_of_phases>(u) * (CO_COLUMNS / 2) + 4 * j + 2 * h + c] + b;
+            store_neighbours(to + (m * 64 + warp * 16 + h * 8) * (STEP_W * ELEMENT), v);
+          }
+      }
+    }
+  }
+
+  // What the buffer has of a row, from channel `first` on, of which `columns` exist if `row` does; `to_row`: where it begins in the first channel.
+  __device__ __forceinline__ void store_row(int first, char* to_row, bool row, int columns, u32 plane) const {
+    u32 v[ROUNDS][4];                                   // all on their way before the first is stored
+    char* to[ROUNDS];
+    bool there[ROUNDS];
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++) {
+      int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
+      to[k] = to_row + (long long)((first + c) * (u64)plane) * ELEMENT + unit * 16;
+      load_shared_128(v[k], buffer + c * CHANNEL_BYTES + unit * 16);
+      there[k] = row && unit * VEC < columns && (C::cout % 8 == 0 || first + c < C::cout) && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
+    }
+#pragma unroll
+    for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], there[k]);
+  }
+
   __device__ __forceinline__ void store(const Sums& acc, int tile) const {
-    u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
-    Phases::store(acc, work.bias, work.y, work.sizes, tile_at(tile, work.sizes), buffer, wg, thread >> 5, thread & 31);
+    const Sizes& s = work.sizes;
+    const Tile t = tile_at(tile, s);
+    u32 plane = (u32)s.d * s.h * s.w;                   // elements of a channel
+    int channel = (lane & 3) * 2;
+    const int columns = min(s.w - t.w * STEP_W, RUN);   // of a row, that exist
+    char* const y = work.y + (long long)t.n * C::cout * plane * ELEMENT;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+      int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
+      char* begin = y + (long long)(((u32)first_d * s.h + first_h) * s.w + t.w * STEP_W) * ELEMENT;
+#pragma unroll
+      for (int first = 0; first < CO_COLUMNS; first += PASS) {
+        OPAQUE_2(plane, channel);                       // what follows from them is found here, not kept (spills)
+        named_sync(1 + wg, 128);                        // everyone has read what was there before
+        fill_buffer(acc[pair], first, channel);
+        named_sync(1 + wg, 128);
+        store_row(first, begin, first_d < s.d && first_h < s.h, columns, plane);
+      }
+    }
   }
 };
 };

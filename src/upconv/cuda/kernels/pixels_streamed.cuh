@@ -6,7 +6,7 @@
 //   weight_at          of a column of all, a stage, a row of its weights and a place of K: the weight there
 //   own_place          where a stage has the first fragments of a thread
 //   load_fragments     of two steps of K
-//   begin, store       a tile's sums
+//   channel_of         a column of all: the result's, whose bias sums begin with; store: a tile's sums
 //   Result             where a thread's sums go (`store_sums`)
 #include "pixels.cuh"
 
@@ -24,9 +24,6 @@ static constexpr int K_STEPS = 4;                       // of a row of weights: 
 static constexpr bool HOLDS = true;
 using Sums = float[COLUMNS / 2];
 using Maps = TensorMap;
-using Ring = RingOf<C::stages, C::stage_bytes>;
-
-static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
 
 // Neighbouring blocks have the same places.
 static __device__ __forceinline__ int block_of(int tile) { return tile % C::blocks; }
@@ -125,7 +122,9 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const Work<M>& work, int wg, int thread) : work(work), wg(wg), thread(thread), own(M::own_place(wg, thread)) {}
   __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(stage + WEIGHTS_AT)}; }
   __device__ __forceinline__ Steps steps(int) const { return {0, C::stages_k}; }
-  __device__ __forceinline__ void begin(Sums& acc, int tile) const { M::begin(acc, work, tile, thread); }
+  __device__ __forceinline__ void begin(Sums& acc, int tile) const {
+    begin_sums<M>(acc, work.bias, block_of(tile) * COLUMNS + thread % 4 * 2);
+  }
   __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 held) const { M::multiply(acc, at, own, held, thread & 31); }
   __device__ __forceinline__ void store(const Sums& acc, int tile) const { M::store(acc, work, tile, wg, thread); }
 };

@@ -6,7 +6,7 @@
 // `gather` for many channels; of 16 bits A is a descriptor, since those may lie along M.
 //
 // A block has PLACES pixels of an image times COLUMNS columns at a time. Two neighbouring columns of a thread's sums are taps of W side by
-// side, so that it stores them together; of a layer of one tap it stores two pixels together.
+// side, so that it stores them together.
 #include "pixels_streamed.cuh"
 
 template <class C>
@@ -24,7 +24,7 @@ using Base::ALL_COLUMNS;
 static constexpr int ROW_PIXELS = 128 / ELEMENT, CK = ROW_PIXELS;  // of a channel's row in shared memory; channels of a stage
 static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
-static constexpr bool ALIKE = TAPS > 1;
+static constexpr bool ALIKE = true;
 
 static __device__ __forceinline__ int channel_of(int column) { return column / C::kernel_w % C::cout; }
 
@@ -90,10 +90,6 @@ static __device__ __forceinline__ u32 own_place(int wg, int thread) {
   return wg * (64 / ROW_PIXELS * C::box_bytes) + (NARROW ? 0 : of_lane);
 }
 
-static __device__ __forceinline__ void begin(Sums& acc, const Work<Subpixel>& work, int tile, int thread) {
-  begin_sums<Subpixel>(acc, work.bias, Base::block_of(tile) * COLUMNS + thread % 4 * 2);
-}
-
 static __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32 own, u32 held, int lane) {
   if constexpr (NARROW) {
     multiply_turned(acc, at.stage + own, at.weights);
@@ -108,7 +104,7 @@ static __device__ __forceinline__ void store(const Sums& acc, const Work<Subpixe
   if constexpr (C::kernel_w == 2 && NARROW) {           // float32 loses by it (docs/experiments.md)
     if (work.sizes.w % 2 == 0) return Base::template store_sums<true, true>(acc, work, tile, wg, thread);
   }
-  Base::template store_sums<TAPS == 1, (TAPS > 1)>(acc, work, tile, wg, thread);
+  Base::template store_sums<false, true>(acc, work, tile, wg, thread);
 }
 
 // As `store_sums` asks.
@@ -136,7 +132,7 @@ struct Result {
     const int kw = of % C::kernel_w, cout = of / C::kernel_w % C::cout, tap = of / (C::kernel_w * C::cout);
     channel = image + (long long)cout * plane + (tap / C::kernel_h * out_h + tap % C::kernel_h) * out_w + kw;
   }
-  __device__ __forceinline__ char* to(int h, int c) const { return y + (channel + c * (long long)plane + at[h]) * ELEMENT; }
-  __device__ __forceinline__ bool there(int h, int c) const { return at[h] >= 0 && (ALL_COLUMNS % COLUMNS == 0 || of + c < ALL_COLUMNS); }
+  __device__ __forceinline__ char* to(int h, int) const { return y + (channel + at[h]) * ELEMENT; }
+  __device__ __forceinline__ bool there(int h, int) const { return at[h] >= 0 && (ALL_COLUMNS % COLUMNS == 0 || of < ALL_COLUMNS); }
 };
 };

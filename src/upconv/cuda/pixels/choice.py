@@ -31,13 +31,11 @@ class TileChoice(PacksWeights):
     cost: Cost
     """The model's estimate."""
 
+    biased = True
+
     @property
     def family(self) -> str:
         return str(self.tile.family)
-
-    @property
-    def biased(self) -> bool:
-        return bool(self.tile.biased)
 
     @property
     def summary(self) -> str:

@@ -84,7 +84,6 @@ class Implicit(Tile):
     mode = "implicit"
     serves = ("fwd", "channels_last"), ("grad-input", "channels_last")
     none = "no tile's stages fit in shared memory, or its tiles are too many to count"
-    biased = True
     beside_pack = False
     """Blocks that begin one by one lose touch with those that read the same pixels and weights
     (docs/experiments.md)."""
@@ -305,7 +304,7 @@ def _widths(result: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def alone(layer: Problem, gpu: Gpu) -> tuple[Implicit, ...]:
     """A layer's tiles for all sizes, without clusters."""
-    shapes = product(_widths(result_shape(layer)[1]), (1, 2, 4), (True, False))
+    shapes = product(_widths(result_shape(layer)[1]), (1, 2), (True, False))
     found = fitted((Implicit(layer, *shape) for shape in shapes), gpu)
     # Weights as they lie spare a training step their packing (docs/experiments.md).
     return tuple(t for t in found if t.c.turned) or found

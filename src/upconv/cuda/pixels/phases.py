@@ -86,8 +86,6 @@ class Phases(Tile):
 
     tile_w: int
     """Neighbouring q of a row, of a consumer's tile: a multiple of 64."""
-    aligned: bool = False
-    """Whether the output's rows begin at 16 bytes."""
 
     mode = "phases"
     serves = (("fwd", "nchw"),)
@@ -107,25 +105,22 @@ class Phases(Tile):
             return "some phases have no taps, for which the kernel would multiply zeros"
         if p.kernel == p.stride:
             return "of one tap for each output there is no row that several phases read"
-        if p.size[-1] * p.dtype.itemsize % 16:
-            return "boxes want rows of whole 16 bytes"
+        if p.size[-1] * p.dtype.itemsize % 16 or p.out_size[-1] * p.dtype.itemsize % 16:
+            return "the kernel loads and stores rows of whole 16 bytes"
         if math.prod(p.out_size) >= MOST_COUNTED or p.batch * math.prod(p.size) >= MOST_COUNTED:
             return "the kernel counts a channel's elements, and tiles, in 32 bits"
         return None
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu) -> Iterator[Phases]:
-        aligned = p.out_size[-1] * p.dtype.itemsize % 16 == 0
-        for t in _tiles(any_size(p), gpu, aligned):
-            if t.c.mb == 1 or t.tile_w < 2 * t.places_of(p)[2]:
-                yield t
+        return (t for t in _tiles(any_size(p), gpu) if t.c.mb == 1 or t.tile_w < 2 * t.places_of(p)[2])
 
     # --- the kernel --------------------------------------------------------------------------------------------------
 
     def numbers(self, c: Any) -> None:
         """See kernels/pixels_phases.cuh."""
         element, steps, vec = self.element, self.strides, 16 // self.element
-        c.tile_w, c.mb, c.aligned = self.tile_w, self.tile_w // 64, self.aligned
+        c.tile_w, c.mb = self.tile_w, self.tile_w // 64
         c.chunk = 32 // element  # input channels of a stage: a step of K
         c.chunks = -(-c.cin // c.chunk)
         c.of_axes("step", steps)
@@ -135,13 +130,13 @@ class Phases(Tile):
         # Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks.
         c.pitch = -(-(self.tile_w + c.reach_w - 1) // vec) // 2 * 2 * vec + vec
         c.stage_bytes = c.rows_d * c.rows_h * c.chunk * c.pitch * element
-        # Output channels that pass through a consumer's buffer at a time, on their way to memory.
+        # Output channels that pass through a consumer's buffer at a time, on their way to memory. They lie 4 words beyond
+        # a multiple of 16 apart, for their lanes' banks.
         c.passed = 16 if c.co_columns % 16 == 0 else 8
-        words = self.tile_w * steps[2] * element // 4 + 4 * (not self.aligned)
-        c.buffer_bytes = c.passed * ((words + 11) // 16 * 16 + 4) * 4
-        weight_bytes = c.chunks * c.users * c.shift_columns * 32
-        c.packed_words = weight_bytes // 4
-        c.fixed_bytes = -(-weight_bytes // 128) * 128 + CONSUMERS * c.buffer_bytes + 8
+        c.buffer_bytes = c.passed * (self.tile_w * steps[2] * element + 16)
+        c.weight_bytes = c.chunks * c.users * c.shift_columns * 32
+        c.packed_words = c.weight_bytes // 4
+        c.fixed_bytes = -(-c.weight_bytes // 128) * 128 + CONSUMERS * c.buffer_bytes + 8
 
     def _rows(self, c: Any) -> None:
         """Of rows of the source, from a tile's first, and of the pairs of phases of D and H that read them."""
@@ -215,7 +210,8 @@ class Phases(Tile):
         """Both consumers' tiles are one, since each has one of its own."""
         c = self.c
         steps = CONSUMERS * c.chunks
-        stores = c.passed * self.tile_w * c.step_w / self._neighbours / 32  # of a pass into the buffer, by a warp each
+        neighbours = 2 - c.step_w % 2  # outputs that a lane stores into the buffer at once
+        stores = c.passed * self.tile_w * c.step_w / neighbours / 32  # of a pass into the buffer, by a warp each
         return Work(
             steps * c.mb * c.users * c.shifts,
             steps * c.mb * c.users * c.shift_columns,
@@ -229,11 +225,6 @@ class Phases(Tile):
             stored=CONSUMERS * c.pairs * c.co_columns / c.passed * (_PASS + stores * _BUFFERED),
         )
 
-    @property
-    def _neighbours(self) -> int:
-        """Outputs that a lane stores into the buffer at once."""
-        return 2 if self.aligned and self.c.step_w % 2 == 0 else 1
-
     def text(self, p: Problem, gpu: Gpu) -> str:
         c = self.c
         return (
@@ -243,8 +234,8 @@ class Phases(Tile):
 
 
 @lru_cache(maxsize=256)
-def _tiles(layer: Problem, gpu: Gpu, aligned: bool) -> tuple[Phases, ...]:
-    """A layer's tiles for all sizes whose rows begin alike."""
+def _tiles(layer: Problem, gpu: Gpu) -> tuple[Phases, ...]:
+    """A layer's tiles for all sizes."""
     if layer.in_channels * layer.taps * layer.out_channels * layer.dtype.itemsize > gpu.shared_bytes:
         return ()
-    return fitted((Phases(layer, tile_w, aligned) for tile_w in (64, 128)), gpu)
+    return fitted((Phases(layer, tile_w) for tile_w in (64, 128)), gpu)

@@ -3,8 +3,8 @@
 `gather` makes places columns of N, for which float32 ones must be turned in shared memory, whose traffic bounds it.
 Here they are rows of M, which lanes read as they lie.
 
-`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net, or is one tap: each output has one
-tap. Columns are taps of output channels, and an image's pixels are one long row, since none has a halo.
+`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net: each output has one tap. Columns are
+taps of output channels, and an image's pixels are one long row, since none has a halo.
 
 `pairs` has passes that step along W, whose K has each channel of the source once for every tap along a row. Gradients
 for the input are convolutions with strides: columns are input channels, and lanes read two neighbouring taps at a time
@@ -32,7 +32,7 @@ _PLACES = CONSUMERS * 64  # of a tile
 _SUBPIXEL_COLUMNS = (256, 192, 128, 96, 64, 32)
 _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
-_GROUPS = (64, 32, 16, 8)
+_GROUPS = (64, 32, 16)  # whole 16 places, as a warp has them
 _MOST_ROWS = 3
 _STORE = 3.5  # clocks of a consumer for 32 results, of which lanes store two or four neighbours together
 _SINGLE_STORE = 11.0  # the same where they store each alone
@@ -100,8 +100,8 @@ class Subpixel(Streamed):
         lone = p.kernel == p.stride and all(d == 1 or k == 1 for k, d in zip(p.kernel, p.dilation))
         if not lone or any(p.padding) or any(p.output_padding):
             return "the kernel is for layers whose kernel is their stride, without padding"
-        if p.kernel[-1] % 2 and p.taps > 1:
-            return "the kernel stores two taps of a row together, or of layers of one tap two pixels"
+        if p.kernel[-1] % 2:
+            return "the kernel stores two taps of a row together"
         if math.prod(p.size) * p.dtype.itemsize % 16:
             return "channels begin at places off 16 bytes, where no box does"
         if max(math.prod(p.out_size) + 2**12, math.prod(p.weight_shape) * 16, p.batch) >= MOST_COUNTED:

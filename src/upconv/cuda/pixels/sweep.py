@@ -71,7 +71,6 @@ class Sweep(Tile):
     # In channels_last `gather` is the faster one for gradients (docs/experiments.md).
     serves = ("fwd", "nchw"), ("fwd", "channels_last"), ("grad-input", "nchw")
     none = "no tile of this layer fits in registers, shared memory and one stretch of code"
-    biased = True
     registers = 56, 200
     threads = 512
     """Of a block: `gather`'s producers and two consumers'."""

@@ -71,8 +71,6 @@ class Tile:
     """Of a producer's thread and of a consumer's."""
     threads: ClassVar[int] = 128 * (1 + CONSUMERS)
     """Of a block: a producer's warpgroup and the consumers'."""
-    biased: ClassVar[bool] = False
-    """Whether a gradient may have a bias."""
     beside_pack: ClassVar[bool] = True
     """Whether the kernel may begin while its weights are packed."""
     serves: ClassVar[tuple[tuple[str, str], ...]]
