@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import upconv
-from upconv import autograd, cpu, dispatch, planner
+from upconv import autograd, cpu, dispatch, freezing, planner
 from upconv.cuda import engine
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
@@ -164,6 +164,12 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(nvrtc, "build", counted)
     return asked
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights on the CPU count as packed, as on a GPU."""
+    monkeypatch.setattr(freezing, "_packed_on", lambda weight: True)
 
 
 BARE = f"""

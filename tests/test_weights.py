@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 import upconv
 from conftest import printed
 from twins import lines_of
-from upconv import freezing, planner
+from upconv import planner
 from upconv.cuda import engine, weights
 from upconv.problem import Problem
 
@@ -54,12 +54,6 @@ def ours(device: str = "cpu") -> Model:
 
 
 # --- the promise -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights on the CPU count as packed, as on a GPU."""
-    monkeypatch.setattr(freezing, "_packed_on", lambda weight: True)
 
 
 def frozen_layers(model: nn.Module) -> list[bool]:
