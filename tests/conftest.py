@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 # Before NumPy's first import: as PyTorch's (below), its threads wait for each other and for other workers' cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ if find_spec("expecttest") is None:
     # test_modules.py run on machines that have PyTorch, but not what it is tested with.
     sys.modules["expecttest"] = ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+
+pytest_plugins = ("emulator", "standins", "measured")
+"""Whose fixtures tests take by name."""
+
+# Fixtures stay as they are between a test's examples, and how long one takes depends on a machine's other programs.
+hypothesis.settings.register_profile(
+    "upconv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+hypothesis.settings.load_profile("upconv")
 
 T = TypeVar("T")
 RANKS = pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)

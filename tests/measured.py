@@ -33,16 +33,16 @@ def ceilings(copy: float = 1e10, flops: float = 1e11, kinds: tuple[str, ...] = (
     return roofline.Ceilings(copy_bytes_per_s=copy, matmul_flops_per_s=dict.fromkeys(kinds, flops))
 
 
-@pytest.fixture(name="fast")
-def fast_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds a row, and ceilings that need no measuring."""
     for name in ("QUICK", "FULL"):
         monkeypatch.setattr(f"upconv.cli.bench.{name}", SHORT)
     monkeypatch.setattr(roofline, "measure", lambda kinds, device, seconds=0.0: ceilings(kinds=tuple(kinds)))
 
 
-@pytest.fixture(name="plans")
-def plans_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Sets every plan, for the bench and for the calls that it makes."""
     rule = planner.plan
 

@@ -1,6 +1,6 @@
 """Stand-ins for kernels: they compute each pass by the float64 reference and keep a log.
 
-Behind them are the real planner, engine and autograd. Tests import the fixtures by name.
+Behind them are the real planner, engine and autograd.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Kernels:
         return found
 
 
-@pytest.fixture(name="kernels")
-def kernels_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Every call on CPU tensors is planned as for a GPU whose kernels are the stand-ins."""
     found = Kernels()
 
@@ -177,8 +177,8 @@ def kernels_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 # --- plain convolutions -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(name="everything")
-def everything_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every convolution is ours that has kernels, however small."""
     convolutions.forget()
     monkeypatch.setattr(convolutions, "LEAST", 0.0)
@@ -190,8 +190,8 @@ def everything_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules._left.clear()
 
 
-@pytest.fixture(name="stand_ins")
-def stand_ins_fixture(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+@pytest.fixture
+def stand_ins(kernels: Kernels, everything: None, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The same of tensors on the CPU, by the stand-ins; float64 is as good as any dtype to them."""
     monkeypatch.setattr(convolutions, "_on_gpu", lambda t: True)
     monkeypatch.setattr(planner, "cuda_device", lambda index: H200)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measured import CPU, SHORT, TINY, ceilings, plans_fixture  # noqa: F401
+from measured import CPU, SHORT, TINY, ceilings
 from strategies import gradient_problems
 from upconv import cpu, reference
 from upconv.bench import check, report, roofline, run, suites, timing
@@ -136,7 +136,7 @@ def test_on_a_gpu_the_better_of_cudnns_two_ways_counts(monkeypatch: pytest.Monke
 # --- correctness -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(gradient_problems(), st.sampled_from([1, 2000, 10**9]))
 def test_the_slices_reference_is_the_wholes(p: Problem, budget: int) -> None:
     p = p.with_(pass_="step")

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from measured import CPU, LAYER, TINY, ceilings, fast_fixture, plans_fixture  # noqa: F401
+from measured import CPU, LAYER, TINY, ceilings
 from upconv.bench import report, roofline, run, suites, tables, timing, training
 from upconv.bench.run import Job
 from upconv.cli import app, arguments

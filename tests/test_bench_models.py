@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import upconv
-from measured import CPU, LAYER, SHORT, TINY, ceilings, command, fast_fixture, plans_fixture  # noqa: F401
+from measured import CPU, SHORT, TINY, ceilings
 from upconv import modules
 from upconv.bench import models, report, run, tables, training
 from upconv.bench.run import Job

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import BARE, needs_nvrtc
@@ -48,7 +48,7 @@ def entries(folder: Path) -> list[Path]:
 # --- entries ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_damage_to_an_entry_is_noticed(folder: Path, data: st.DataObject) -> None:
     path = cache.write(NAME, bytes(range(256)))

@@ -17,7 +17,6 @@ import upconv
 from situations import differences, error
 from situations.observers import Listing as Dispatch
 from situations.observers import Names as Function
-from standins import kernels_fixture  # noqa: F401
 from upconv import dispatch
 from upconv.replay import calls
 

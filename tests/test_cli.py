@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import upconv
-from measured import LAYER, command, fast_fixture, plans_fixture  # noqa: F401
+from measured import LAYER, command
 from upconv import cpu
 from upconv.bench.suites import parse_layer
 

@@ -25,7 +25,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import upconv
 from conftest import EVERY, assert_close, diagonal, forced_plans, make_call
 from situations import differences, step
-from standins import kernels_fixture  # noqa: F401
 from test_native import machine, module  # noqa: F401
 from upconv import planner
 from upconv.compiler import layouts, recorded, rule

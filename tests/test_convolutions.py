@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import upconv
 from conftest import HOPPER, assert_close
 from situations import differences, error
-from standins import H200, Data, Kernels, StandIn, Weight, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from standins import H200, Data, Kernels, StandIn, Weight
 from strategies import changed_settings, excess
 from upconv import convolutions, modules, planner
 from upconv.cuda import bias, engine, families, gpu
@@ -220,7 +220,7 @@ def test_tracers_see_pytorchs_operator(stand_ins: Kernels, padding: Any) -> None
     torch.testing.assert_close(traced(x), wanted)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80)
 @given(stride=st.sampled_from((1, 2)), changed=changed_settings(2))
 @example(stride=2, changed={"padding": "same"})
 @example(stride=1, changed={"stride": (True, True)})

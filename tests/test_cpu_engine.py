@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import event, example, given, settings
 
 import upconv
 from conftest import EVERY, OURS, _forget_plans, printed
@@ -70,9 +70,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @given(p=problems())
-@settings(
-    max_examples=1000 if EVERY else 200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=1000 if EVERY else 200)
 def test_every_admitted_plan_computes_the_forward(parts: None, p: Problem) -> None:
     x, w, b, _ = operands(p)
     for plan in cpu.FORWARD_PLANS:
@@ -198,7 +196,7 @@ def test_a_large_layer_that_no_tap_reaches_is_planned(layout) -> None:
 
 
 @given(p=gradient_problems())
-@settings(max_examples=500 if EVERY else 150, deadline=None)
+@settings(max_examples=500 if EVERY else 150)
 def test_both_backward_plans_compute_the_gradients(p: Problem) -> None:
     x, w, _, g = operands(p)
     for plan in cpu.BACKWARD_PLANS:
@@ -228,9 +226,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @example(p=Problem.make(2, 4, 6, (9, 8), 3, 2, dtype=torch.bfloat16, bias=True, layout="channels_last"))
 @example(p=Problem.make(2, 4, 6, (9, 8), 3, 2, bias=True, layout="channels_last"))
 @given(p=gradient_problems())
-@settings(
-    max_examples=10_000 if EVERY else 300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10_000 if EVERY else 300)
 def test_the_public_function_and_its_gradients(planned: set[str], p: Problem) -> None:
     """The plan that the planner chooses, through autograd, from operands that are not contiguous."""
     x, w, b, g = operands(p, seed=1)
@@ -249,7 +245,7 @@ def test_random_problems_reach_every_plan() -> None:
     seen: Counter[str] = Counter()
 
     @given(p=problems())
-    @settings(max_examples=300, deadline=None, database=None)
+    @settings(max_examples=300, database=None)
     def count(p: Problem) -> None:
         seen.update(plan for plan in cpu.FORWARD_PLANS if cpu.refusal(p, plan) is None)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import upconv
 from conftest import OURS, Call, make_call
 from situations.processes import in_threads
-from standins import H200, Data, Kernels, Log, StandIn, kernels_fixture  # noqa: F401
+from standins import H200, Data, Kernels, Log, StandIn
 from strategies import operands
 from upconv import dispatch, reference
 from upconv.compiler.arguments import text_of

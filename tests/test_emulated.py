@@ -17,7 +17,7 @@ import torch
 
 from conftest import EVERY, needs_gxx
 from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus, varied
-from emulator import Emulator, emulator
+from emulator import Emulator
 from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
 from upconv.cuda.axes import any_size
@@ -30,7 +30,6 @@ from upconv.cuda.rearrange import rearranged, relayout
 from upconv.problem import Layout, Precision, Problem
 
 pytestmark = needs_gxx
-__all__ = ["emulator"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

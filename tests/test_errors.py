@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,9 +70,7 @@ def calls(draw: st.DrawFn) -> tuple[int, list[list[int] | None], list[torch.dtyp
     return rank, shapes, dtypes, list(values.values())
 
 
-@settings(
-    max_examples=500 if EVERY else 150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=500 if EVERY else 150)
 @given(call=calls())
 def test_calls_that_may_be_invalid(call: tuple[Any, ...], device: str) -> None:
     """A GPU accepts some that a CPU does not (an empty output), as does oneDNN."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from measured import command, fast_fixture  # noqa: F401
+from measured import command
 from upconv import planner
 from upconv.bench.suites import parse_layer
 from upconv.cuda import gpu

@@ -19,7 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import upconv
 from conftest import EVERY, OURS, THEIRS, Call, assert_equal, make_call
 from situations import BF16, differences
-from standins import H200, Data, Kernels, Weight, kernels_fixture  # noqa: F401
+from standins import Data, Kernels, Weight
 from strategies import excess, gradient_excess, operands, problems
 from upconv import dispatch, reference
 from upconv.cuda import weights as packed
@@ -51,7 +51,7 @@ def leaves(p: Problem, mask: tuple[int, ...] = (1, 1, 1), seed: int = 0) -> tupl
 
 
 @given(p=problems(), mask=st.sampled_from(MASKS))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 def test_gradients_of_random_problems(kernels: Kernels, p: Problem, mask: tuple[int, ...]) -> None:
     x, w, b = leaves(p, mask)
     grad = operands(p)[3]
@@ -125,7 +125,7 @@ SMALL = problems(dtypes=(torch.float64,)).filter(lambda p: p.macs < 400 and p.ba
 
 
 @given(p=SMALL)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 def test_gradcheck_and_gradgradcheck(kernels: Kernels, p: Problem) -> None:
     leaves = tuple(t.detach().requires_grad_() for t in operands(p)[:3] if t is not None)
 
@@ -278,7 +278,7 @@ def _assert_accurate(p: Problem, found: list[Tensor], g: Tensor, x: Tensor, w: T
 
 @CUDA
 @given(p=problems())
-@settings(max_examples=2000 if EVERY else 40, deadline=None)  # each compiles kernels of its own
+@settings(max_examples=2000 if EVERY else 40)  # each compiles kernels of its own
 def test_gpu_random_problems(p: Problem) -> None:
     found, (g, x, w, b) = _on_gpu(p)
     _assert_accurate(p, found, g, x, w, b)

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 import upconv
 from conftest import RANKS, assert_close, assert_equal
 from situations import differences, error
-from standins import Kernels, kernels_fixture  # noqa: F401
+from standins import Kernels
 from strategies import changed_settings
 from twins import WAYS, assert_computed, image, lines_of, twins
 from upconv import modules
@@ -217,7 +217,7 @@ def test_a_patched_output_padding_is_used(rank: int, way: str, where: str, monke
 
 
 @pytest.mark.parametrize("rank", (1, 2, 3), ids="{}d".format)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_changed_settings_are_stocks(rank: int, data: st.DataObject) -> None:
     """The same result, or the same error to the letter; both ways and with or without an output_size."""

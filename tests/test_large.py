@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conftest import EVERY, needs_gxx
 from drawn import FORWARD_LIKE, LAYOUTS, plain_choice
-from emulator import Emulator, emulator
+from emulator import Emulator
 from upconv import reference
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost
@@ -28,7 +28,6 @@ from upconv.cuda.gpu import H200
 from upconv.problem import Layout, Pass, Problem
 
 pytestmark = needs_gxx
-__all__ = ["emulator"]
 
 CORNER = 40  # positions along each axis that have numbers
 COMPARED = 16  # elements at a result's ends

@@ -172,7 +172,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), runs=st.lists(st.tuples(st.text("Piqf", max_size=8), st.booleans()), max_size=4))
 def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
     stub = Driver()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drawn import FAMILIES, choices
-from emulator import Emulator, emulator, stubs
+from emulator import Emulator
 from results import laid_out
 from upconv.cuda import families, launches, recording
 from upconv.cuda import prepared as prepared_module
@@ -23,8 +23,6 @@ from upconv.cuda.gpu import H200
 from upconv.cuda.launches import Launch, Map, Pointer, Unit, Zeros
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
-
-__all__ = ["emulator", "stubs"]
 
 WIDE = Problem.make(16, 32, 64, (256, 320), 3, 1, 1).with_(precision="tf32")  # many tiles for a multiprocessor
 

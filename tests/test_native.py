@@ -28,7 +28,7 @@ from conftest import assert_equal
 from emulator import arguments_of
 from situations import differences
 from situations.processes import in_threads
-from standins import H200, Kernels, StandIn, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from standins import Kernels, StandIn
 from test_calls import OTHERS, WITHIN, called, changed
 from upconv import convolutions, dispatch, modules, ops, reference
 from upconv.cpu import memory_format

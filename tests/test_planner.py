@@ -160,7 +160,7 @@ def test_many_products_are_never_left_to_cuda_cores(seed: int) -> None:
 
 
 @given(p=problems())
-@settings(max_examples=100 if EVERY else 50, deadline=None)
+@settings(max_examples=100 if EVERY else 50)
 def test_every_problem_has_a_kernel(p: Problem) -> None:
     assert planner.plan(p, Device("cuda", gpu=gpu.H200)).forward in families.FAMILIES
 

@@ -17,7 +17,7 @@ TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transp
 
 
 @given(p=problems())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_phases_cover_each_tap_and_input_pair_exactly_once(p: Problem) -> None:
     """Walk all phases of all dimensions: every (output, tap, input) triple of the definition turns up once."""
     walked: Counter[tuple[tuple[int, int, int], ...]] = Counter()
@@ -51,7 +51,7 @@ def test_phases_do_not_grow_with_the_stride(stride: int) -> None:
 
 
 @given(p=problems(dtypes=(torch.float64,)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_reference_equals_pytorch_in_float64(p: Problem) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(p.input_shape, dtype=torch.float64, generator=generator).requires_grad_()

@@ -243,7 +243,7 @@ def flops(run: Callable[[], Any]) -> int:
     needed=st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
     asked=st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
 )
-@settings(max_examples=200 if EVERY else 60, deadline=None)
+@settings(max_examples=200 if EVERY else 60)
 def test_flops_are_those_of_torchs_operator(p: Problem, needed: list[bool], asked: list[bool]) -> None:
     """By the function and by the operator for graphs: of the forward, of the gradients for operands that require them
     (the forward made outside the counter too), and of those that are asked for alone.

@@ -19,7 +19,7 @@ import situations
 from conftest import EVERY, diagonal, forced_plans, seeds
 from situations import Lab, Unavailable, differences, judge
 from situations.fuzz import draw
-from standins import Kernels, everything_fixture, kernels_fixture, stand_ins_fixture  # noqa: F401
+from standins import Kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = {s.name: s for s in situations.every()}
