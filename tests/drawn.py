@@ -214,7 +214,7 @@ def of_the_same_bytes(rng: random.Random, p: Problem, other: str) -> Problem:
 
 
 def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    """Of another problem whose tensors are the same bytes (`batches`): with the layer's own."""
+    """Of another problem whose tensors are the same bytes (`gather.candidate`): with the layer's own."""
     other = rng.choice(("abreast", "flat"))
     try:
         p = of_the_same_bytes(rng, p, other)

@@ -17,13 +17,13 @@ FAMILIES = {
     "joined": "gemm.joined",
     "pixels": "pixels.family",
     "direct": "direct.direct",
-    "rearrange": "rearrange.family",
+    "rearrange": "rearrange.rearranged",
 }
 """The kernel families of the forward and of the gradient for the input, and their modules of this package.
 
 Of equals the first is taken.
 """
-WEIGHT_FAMILIES = {"wgrad": "wgrad.wgrad", "direct": "direct.direct", "rearrange": "rearrange.family"}
+WEIGHT_FAMILIES = {"wgrad": "wgrad.wgrad", "direct": "direct.direct", "rearrange": "rearrange.rearranged"}
 """As `FAMILIES`, of the gradient for the weight."""
 
 

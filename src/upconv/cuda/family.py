@@ -18,6 +18,8 @@ from upconv.problem import Problem
 if TYPE_CHECKING:
     from upconv.cuda.launches import Given, Launch, Unit
 
+LONGEST = 2**31 - 2**20
+"""Positions along an axis that kernels count to: tiles and halos end beyond."""
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 
 
@@ -103,6 +105,14 @@ class Choice(ABC):
         kind = prepared.PreparedWeight if self.problem.pass_ == "grad-weight" else prepared.Prepared
         choice: Any = self.on(device)
         return kind(choice, device)
+
+
+def too_long(p: Problem) -> str | None:
+    """Why kernels that count along an axis in 32 bits cannot serve a problem, in a sentence; None where they can."""
+    longest = max(p.batch, *p.size, *p.out_size)
+    if longest <= LONGEST:
+        return None
+    return f"the kernel counts along an axis in 32 bits, which {longest} elements are too many for"
 
 
 def packing_seconds(p: Problem, gpu: Gpu | None = None) -> float:

@@ -19,7 +19,6 @@ from upconv.cuda.direct.costs import cost, least_seconds
 from upconv.cuda.direct.tiles import Tile, fitting, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
-from upconv.cuda.rearrange import batches
 from upconv.problem import Pass, Problem
 
 
@@ -107,7 +106,7 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
 
 def _tiled(p: Problem, gpu: Gpu, best: family.Choice | None) -> Choice | str:
     """`choose`, but of what CUDA cores cannot do as fast no tile is looked for."""
-    if too_long := batches.too_long(p):
+    if too_long := family.too_long(p):
         return too_long
     if best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
         return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"

@@ -25,7 +25,7 @@ _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread ha
 _SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
 _RESIDENT = 4  # blocks of a multiprocessor: while one waits for memory, others multiply
 _MOST_WARPS = 16
-_MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`batches.LONGEST`)
+_MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`family.LONGEST`)
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
 
 

@@ -7,7 +7,7 @@ The tiling's arithmetic is in `tiling`, candidates in `gather_search`, what they
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -25,11 +25,10 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, THREADS, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
 from upconv.cuda.packs import layer_text, packing_entries, weight_map
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.rearrange import batches
 from upconv.derived import derived
 from upconv.problem import Problem
 
-# Pixels along a side of images that `batches` tries side by side. What tiles of larger ones read comes from many places
+# Pixels along a side of images that are tried side by side. What tiles of larger ones read comes from many places
 # of the memory, which is slower (docs/experiments.md).
 WIDEST = 16
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
@@ -311,5 +310,17 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
 
 
 def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
-    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors are the same (`batches`)."""
-    return batches.too_long(p) or batches.choose(choose, p, gpu, general, WIDEST)
+    """As `upconv.cuda.family` asks: `choose`, for the problem or for one whose tensors have the same bytes.
+
+    Images of one pixel may be the pixels of one image (`Problem.flat`), and small ones lie side by side
+    (`Problem.abreast`); tiles of either would be nearly empty.
+    """
+    if refused := family.too_long(p):
+        return refused
+    found = [choose(p, gpu, general)]
+    if not general and (flat := p.flat) is not None and not isinstance(other := choose(flat, gpu), str):
+        found.append(replace(other, flat=True))
+    narrow = max(*p.size, *p.out_size) <= WIDEST
+    if not general and narrow and (abreast := p.abreast) is not None:
+        found.append(choose(abreast, gpu))
+    return min(found, key=lambda one: math.inf if isinstance(one, str) else one.seconds)

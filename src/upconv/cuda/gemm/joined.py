@@ -25,7 +25,6 @@ from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_COUNTED, moved, triple
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
@@ -269,4 +268,4 @@ def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: 
     """As `upconv.cuda.family` asks."""
     if general:
         return "joined rows serve one class of lengths of rows, not every size"
-    return batches.too_long(p) or choose(p, gpu)
+    return family.too_long(p) or choose(p, gpu)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from upconv.cuda.family import Choice, answer_of
+from upconv.cuda.family import Choice, answer_of, too_long
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.implicit import Implicit
@@ -12,7 +12,6 @@ from upconv.cuda.pixels.phases import Phases
 from upconv.cuda.pixels.streamed import Pairs, Subpixel
 from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.pixels.tile import Tile
-from upconv.cuda.rearrange import batches
 from upconv.problem import Problem
 
 MODES: dict[str, type[Tile]] = {mode.mode: mode for mode in (Phases, Subpixel, Pairs, Implicit, Sweep)}
@@ -31,4 +30,4 @@ def candidate(p: Problem, gpu: Gpu, best: Choice | None = None, general: bool = 
     if general:
         return "exported files have no host code for pixels as rows"
     serving = [mode for mode, kind in MODES.items() if (p.pass_, p.layout) in kind.serves]
-    return batches.too_long(p) or answer_of({mode: choose(mode, p, gpu) for mode in serving})
+    return too_long(p) or answer_of({mode: choose(mode, p, gpu) for mode in serving})

@@ -130,8 +130,8 @@ class Phases(Tile):
         # Elements of a row in shared memory: an odd number of 16 bytes, so that lanes' channels are in other banks.
         c.pitch = -(-(self.tile_w + c.reach_w - 1) // vec) // 2 * 2 * vec + vec
         c.stage_bytes = c.rows_d * c.rows_h * c.chunk * c.pitch * element
-        # Output channels that pass through a consumer's buffer at a time, on their way to memory. They lie 4 words beyond
-        # a multiple of 16 apart, for their lanes' banks.
+        # Output channels that pass through a consumer's buffer at a time, on their way to memory. They lie 16 bytes
+        # beyond a multiple of 64 apart, for their lanes' banks.
         c.passed = 16 if c.co_columns % 16 == 0 else 8
         c.buffer_bytes = c.passed * (self.tile_w * steps[2] * element + 16)
         c.weight_bytes = c.chunks * c.users * c.shift_columns * 32

@@ -3,8 +3,8 @@
 `gather` makes places columns of N, for which float32 ones must be turned in shared memory, whose traffic bounds it.
 Here they are rows of M, which lanes read as they lie.
 
-`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net: each output has one tap. Columns are
-taps of output channels, and an image's pixels are one long row, since none has a halo.
+`subpixel` has forwards whose kernel is the stride, the usual upsampling of a U-Net: each output has one tap. Columns
+are taps of output channels, and an image's pixels are one long row, since none has a halo.
 
 `pairs` has passes that step along W, whose K has each channel of the source once for every tap along a row. Gradients
 for the input are convolutions with strides: columns are input channels, and lanes read two neighbouring taps at a time

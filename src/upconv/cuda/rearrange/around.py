@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from upconv.cuda.launches import Given, Launch, Operand, Scratch
 
-COPY = 4e-6  # seconds of a copy's launch beside its bytes
-RATE = 0.83  # of the device's copy rate, that copies reach
-
 
 class Around(NamedTuple):
     """What a call launches around the inner kernel."""

@@ -1,4 +1,4 @@
-"""Gradients by another family's kernel on rearranged tensors: what the modes `unshuffle` and `relayout` share.
+"""The family `rearrange`: gradients by another family's kernel on rearranged tensors.
 
 A mode is a module that says which problem has the same answer, and what is launched around that problem's kernel. The
 rearranged tensors take memory, which `Choice.temporary_bytes` states. Where it cannot be had, PyTorch's
@@ -18,12 +18,14 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
 from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
-from upconv.cuda.rearrange import batches, relayout, unshuffle
+from upconv.cuda.rearrange import relayout, unshuffle
 from upconv.cuda.rearrange.around import Around
 from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
 Inner = gather.Choice | TileChoice | wgrad.Choice
+_COPY = 4e-6  # seconds of a copy's launch beside its bytes
+_RATE = 0.83  # of the device's copy rate, that copies reach
 _GAIN = 5e-6  # seconds at least: three or four launches stand against one or two, each some 10 us of a host's step
 
 
@@ -36,8 +38,8 @@ class Mode(Protocol):
     def rearranged(self, p: Problem) -> Problem:
         """The inner problem."""
 
-    def seconds(self, p: Problem, gpu: Gpu) -> float:
-        """What the copies take."""
+    def copies(self, p: Problem) -> tuple[int, int]:
+        """Bytes that are moved around the inner kernel, and launches."""
 
     def around(self, p: Problem, given: Given) -> Around: ...
 
@@ -130,7 +132,7 @@ class Choice(family.Choice):
 
 def refusal(mode: str, p: Problem, gpu: Gpu) -> str | None:
     """Why a problem's tensors are not rearranged, whatever that would cost, in a sentence; None when they may be."""
-    if too_long := batches.too_long(p):
+    if too_long := family.too_long(p):
         return too_long
     if p.pass_ not in ("grad-input", "grad-weight"):
         return "these kernels compute gradients only: a forward takes no memory beside packed weights"
@@ -151,8 +153,15 @@ def choose(q: Problem, gpu: Gpu) -> Inner | str:
     return min(choices, key=weighed) if choices else str(found[0])
 
 
-def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general: bool) -> Choice | str:
-    """As `upconv.cuda.family` asks."""
+def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> family.Choice | str:
+    """As `upconv.cuda.family` asks; of no mode the sentences why not."""
+    unshuffled = _faster("unshuffle", p, gpu, best, general)
+    fastest = best if isinstance(unshuffled, str) else unshuffled
+    return family.answer_of({"unshuffle": unshuffled, "relayout": _faster("relayout", p, gpu, fastest, general)})
+
+
+def _faster(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general: bool) -> Choice | str:
+    """A mode's choice, or the sentence why it is not faster than the best so far."""
     if reason := refusal(mode, p, gpu):
         return reason
     if general:
@@ -160,7 +169,8 @@ def candidate(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, gener
     if best is None:
         return "there is no kernel for the tensors as they are, whose estimate would tell whether this pays"
     of = MODES[mode]
-    q, copies = of.rearranged(p), of.seconds(p, gpu)
+    q, (moved, launches) = of.rearranged(p), of.copies(p)
+    copies = moved / (_RATE * gpu.bandwidth) + launches * _COPY
     bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
     if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer
         return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"

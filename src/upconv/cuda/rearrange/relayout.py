@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 
 from upconv.cuda.compile import jit
-from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Given, Launch, Operand, Pointer, Scratch, Unit, ints
-from upconv.cuda.rearrange.around import COPY, RATE, Around
+from upconv.cuda.rearrange.around import Around
 from upconv.problem import Problem
 
 _TILE = {2: 16384, 4: 4096}
@@ -116,12 +115,12 @@ def _wider(p: Problem) -> Problem:
     return p.with_(in_channels=width(p, p.in_channels), out_channels=width(p, p.out_channels))
 
 
-def seconds(p: Problem, gpu: Gpu) -> float:
-    """What the copies take."""
+def copies(p: Problem) -> tuple[int, int]:
+    """Bytes that are moved, and launches."""
     q = rearranged(p)
     sides = enumerate(((p.input_shape, q.input_shape), (p.output_shape, q.output_shape)))
     moved = [math.prod(a) + math.prod(b) for output, (a, b) in sides if copied(p, bool(output))]
-    return sum(moved) * p.dtype.itemsize / (RATE * gpu.bandwidth) + len(moved) * COPY
+    return sum(moved) * p.dtype.itemsize, len(moved)
 
 
 def refusal(p: Problem) -> str | None:

@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 
 from upconv.cuda.compile import jit
-from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
-from upconv.cuda.rearrange.around import COPY, RATE, Around
+from upconv.cuda.rearrange.around import Around
 from upconv.problem import Problem
 
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
@@ -98,10 +97,10 @@ def words(p: Problem) -> str:
     return f"without the stride, {'x'.join(map(str, q.kernel))} taps of {q.out_channels} phases and channels"
 
 
-def seconds(p: Problem, gpu: Gpu) -> float:
-    """What `around` takes, but for weights."""
-    moved = (math.prod(p.output_shape) + math.prod(rearranged(p).output_shape)) * p.dtype.itemsize
-    return moved / (RATE * gpu.bandwidth) + COPY * (1 if p.pass_ == "grad-input" else 2)
+def copies(p: Problem) -> tuple[int, int]:
+    """Bytes that are moved, but for weights, and launches."""
+    moved = math.prod(p.output_shape) + math.prod(rearranged(p).output_shape)
+    return moved * p.dtype.itemsize, 1 if p.pass_ == "grad-input" else 2
 
 
 def refusal(p: Problem) -> str | None:

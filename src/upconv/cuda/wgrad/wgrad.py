@@ -36,7 +36,6 @@ from upconv.cuda.launches import (
     longs,
     strides_of,
 )  # fmt: skip
-from upconv.cuda.rearrange import batches
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, Model, ending
 from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
@@ -237,7 +236,7 @@ def choose(p: Problem, gpu: Gpu, general: bool = False) -> Choice | str:
 
     ``general``: of those that serve every size of the input.
     """
-    if refused := batches.too_long(p) or refusal(p, gpu):
+    if refused := family.too_long(p) or refusal(p, gpu):
         return refused
     found = best(p, gpu, general)
     if found is None:
