@@ -29,6 +29,7 @@ from torch import Tensor
 
 import upconv
 from upconv import autograd, cpu, dispatch, freezing, planner
+from upconv.bench.timing import precision_flags
 from upconv.cuda import engine
 from upconv.cuda.compile import cache as cubins
 from upconv.cuda.compile import jit, launch, nvrtc
@@ -109,6 +110,20 @@ def _same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def ieee() -> Iterator[None]:
+    """Float32 is float32 on a GPU too."""
+    with precision_flags("ieee"):
+        yield
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Float32 is multiplied in TF32, as by default."""
+    with precision_flags("tf32"):
+        yield
 
 
 NANS = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import subprocess
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -452,12 +451,6 @@ def hopper(test: Any) -> Any:
     for mark in HOPPER:
         test = mark(test)
     return pytest.mark.usefixtures("tf32")(test)
-
-
-@pytest.fixture
-def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "tf32")  # type: ignore[attr-defined]
-    yield
 
 
 @hopper

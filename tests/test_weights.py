@@ -279,15 +279,6 @@ def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.fixture
-def ieee() -> Iterator[None]:
-    conv = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = conv.fp32_precision
-    conv.fp32_precision = "ieee"
-    yield
-    conv.fp32_precision = before
-
-
 @CUDA
 @pytest.mark.parametrize("convolutions", (False, True), ids=("transposed", "all"))
 @pytest.mark.parametrize("name", RUNS)
