@@ -36,7 +36,7 @@ Kind = tuple[Precision, Layout, Pass]
 OTHERS = {
     *("pack", "pack_float", "reduce", "reduce_float", "direct_reduce"),
     *("to_channels_last", "to_contiguous", "widen"),
-    *("unshuffle", "unshuffle_and_expand", "unshuffle_and_expand_float", "fold", "fold_float"),
+    *("unshuffle", "unshuffle_float", "fold", "fold_float"),
 }
 """Entries that pack, copy or add up; all others multiply."""
 OPERANDS = {"tf32": "tf32", "ieee": "tf32", "bf16": "bf16", "fp16": "f16"}

@@ -70,7 +70,8 @@ static __device__ __forceinline__ void fold_weights(const T* __restrict__ from, 
   int at = ((c * PHASES + u) * TAPS_D + d / C::stride_d) * TAPS_H + h / C::stride_h;
   to[rest * s.in + c * s.out + d * s.d + h * s.h + w * s.w] = from[rest * OF_CHANNEL + at * TAPS_W + w / C::stride_w];
 }
-// The output's gradient, by the blocks behind the first, which expand weights; they may be float32 ones of a 16-bit layer.
+
+// Weights by the first blocks, and by those behind them the output's gradient. Weights may be float32 ones of a 16-bit layer, or none.
 template <class T>
 static __device__ __forceinline__ void run(const T* weight, T* expanded, int of_weight, const Strides& strides, const Element* from, Element* to, const Sizes& s) {
   int before = (of_weight + THREADS - 1) / THREADS * THREADS;
@@ -81,27 +82,17 @@ static __device__ __forceinline__ void run(const T* weight, T* expanded, int of_
 
 template <class C>
 __global__ void __launch_bounds__(Unshuffle<C>::THREADS)
-unshuffle(const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to, int total, int out_d,
-          int out_h, int out_w, int q_d, int q_h, int q_w) {
-  Unshuffle<C>::unshuffle_output(from, to, Unshuffle<C>::index(), {total, out_d, out_h, out_w, q_d, q_h, q_w});
-}
-
-// `unshuffle` and weights expanded: one launch less.
-template <class C>
-__global__ void __launch_bounds__(Unshuffle<C>::THREADS)
-unshuffle_and_expand(const typename Unshuffle<C>::Element* __restrict__ weight, typename Unshuffle<C>::Element* __restrict__ expanded,
-                     int of_weight, long long s_in, long long s_out, long long s_d, long long s_h, long long s_w,
-                     const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to,
-                     int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
+unshuffle(const typename Unshuffle<C>::Element* __restrict__ weight, typename Unshuffle<C>::Element* __restrict__ expanded, int of_weight,
+          long long s_in, long long s_out, long long s_d, long long s_h, long long s_w, const typename Unshuffle<C>::Element* __restrict__ from,
+          typename Unshuffle<C>::Element* __restrict__ to, int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
   Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 
 template <class C>
 __global__ void __launch_bounds__(Unshuffle<C>::THREADS)
-unshuffle_and_expand_float(const u32* __restrict__ weight, u32* __restrict__ expanded, int of_weight, long long s_in, long long s_out,
-                           long long s_d, long long s_h, long long s_w,
-                           const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to,
-                           int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
+unshuffle_float(const u32* __restrict__ weight, u32* __restrict__ expanded, int of_weight, long long s_in, long long s_out, long long s_d,
+                long long s_h, long long s_w, const typename Unshuffle<C>::Element* __restrict__ from, typename Unshuffle<C>::Element* __restrict__ to,
+                int total, int out_d, int out_h, int out_w, int q_d, int q_h, int q_w) {
   Unshuffle<C>::run(weight, expanded, of_weight, {s_in, s_out, s_d, s_h, s_w}, from, to, {total, out_d, out_h, out_w, q_d, q_h, q_w});
 }
 

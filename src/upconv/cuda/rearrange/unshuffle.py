@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 
 from upconv.cuda.compile import jit
-from upconv.cuda.launches import THREADS, Given, Int, Launch, Pointer, Scratch, Unit, five_strides, ints
+from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
 from upconv.cuda.rearrange.around import Around
 from upconv.problem import Problem
 
@@ -64,8 +64,7 @@ def constants(p: Problem) -> dict[str, int]:
 
 def unit(p: Problem) -> Unit:
     """The kernels around a layer's."""
-    single = ("unshuffle_and_expand_float", "fold_float") if p.dtype.itemsize == 2 else ()
-    entries = ("unshuffle", "unshuffle_and_expand", "fold", *single)
+    entries = ("unshuffle", "fold", *(("unshuffle_float", "fold_float") if p.dtype.itemsize == 2 else ()))
     label = f"unshuffle {str(p).split(' on ')[0]} {8 * p.dtype.itemsize} bits {p.layout}"
     named = [f"{entry}<{jit.CONFIG}>" for entry in entries]
     return Unit(label, jit.instance("unshuffle.cu", constants(p), named), entries)
@@ -78,18 +77,21 @@ def around(p: Problem, given: Given) -> Around:
     unshuffled = Scratch("unshuffled gradient", total * p.dtype.itemsize)
     wider = Scratch("weight by phases", math.prod(q.weight_shape) * element)
     sizes, strides = ints((total, *full, *p.out_size, *full, *q.out_size)), five_strides(p.weight_shape, given.weight)
-    inner, blocks = given._replace(weight="contiguous", aligned=True), -(-total // THREADS)
+    inner, kind = given._replace(weight="contiguous", aligned=True), "_float" if given.single else ""
+
+    def unshuffle(source: Operand, weight: tuple[Pointer, Pointer], count: int, kind: str = "") -> Launch:
+        arguments = (*weight, Int(count), *strides, Pointer(source), Pointer(unshuffled), *sizes)
+        return Launch(code, f"unshuffle{kind}", -(-count // THREADS) + -(-total // THREADS), THREADS, 0, arguments)
+
     if p.pass_ == "grad-input":
-        count = math.prod(q.weight_shape)
-        entry = "unshuffle_and_expand_float" if given.single else "unshuffle_and_expand"
-        arguments = Pointer("weight"), Pointer(wider), Int(count), *strides, Pointer("source"), Pointer(unshuffled)
-        ahead = Launch(code, entry, -(-count // THREADS) + blocks, THREADS, 0, (*arguments, *sizes))
+        weights = Pointer("weight"), Pointer(wider)
+        ahead = unshuffle("source", weights, math.prod(q.weight_shape), kind)
         return Around((ahead,), (), {"source": unshuffled, "weight": wider}, inner)
     count = math.prod(p.weight_shape)
-    ahead = Launch(code, "unshuffle", blocks, THREADS, 0, (Pointer("gradient"), Pointer(unshuffled), *sizes))
     folded = Pointer(wider), Pointer("result"), Int(count), *strides
-    behind = Launch(code, "fold_float" if given.single else "fold", -(-count // THREADS), THREADS, 0, folded)
-    return Around((ahead,), (behind,), {"gradient": unshuffled, "result": wider}, inner)
+    behind = Launch(code, f"fold{kind}", -(-count // THREADS), THREADS, 0, folded)
+    names: dict[Operand, Scratch] = {"gradient": unshuffled, "result": wider}
+    return Around((unshuffle("gradient", (NULL, NULL), 0),), (behind,), names, inner)
 
 
 def words(p: Problem) -> str:
