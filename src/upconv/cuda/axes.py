@@ -60,6 +60,12 @@ class Axis:
         return self._by_sub.get(sub, ())
 
 
+def triple(values: tuple[int, ...], lone: int = 1) -> Triple:
+    """Along D, H and W, with ``lone`` for an axis that a layer does not have."""
+    d, h, w = (lone,) * (3 - len(values)) + values
+    return d, h, w
+
+
 def source_shape(p: Problem) -> tuple[int, ...]:
     """Shape of the tensor that a pass gathers from: the input, or of the gradient for it the output's gradient."""
     return p.input_shape if p.pass_ == "fwd" else p.output_shape
@@ -72,9 +78,8 @@ def result_shape(p: Problem) -> tuple[int, ...]:
 
 def positions(p: Problem, shuffle: Shuffle | None) -> Triple:
     """Results along D, H, W of a problem; with `shuffle` those of the layer without a stride, at the problem's size."""
-    lead = (1,) * (3 - p.rank)
-    d, h, w = lead + result_shape(p)[2:]
-    return (d, h, w) if shuffle is None else shuffle.positions((d, h, w))
+    found = triple(result_shape(p)[2:])
+    return found if shuffle is None else shuffle.positions(found)
 
 
 def any_size(p: Problem) -> Problem:
@@ -288,8 +293,7 @@ def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int, own_rows: boo
     if w_subs == axis_w.out_step:
         numbers = {sub: i for i, (sub, _) in enumerate(axis_w.taps)}
         blocks_of_w = tuple(numbers.get(u, -1) for u in range(w_subs))
-    d, h, w = (1,) * (3 - p.rank) + p.kernel
-    return Multiplied(axes, (d, h, w), variants, bare, blocks_of_w, own_rows)
+    return Multiplied(axes, triple(p.kernel), variants, bare, blocks_of_w, own_rows)
 
 
 def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int) -> list[Pairs]:

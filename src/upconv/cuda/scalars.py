@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.problem import Precision, Problem
 
@@ -26,5 +27,5 @@ def geometry(p: Problem) -> dict[str, int]:
         ("dilation", p.dilation, 1),
         ("padding", p.padding, 0),
     ):
-        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", (fill,) * (3 - p.rank) + values)}
+        found |= {f"{name}_{axis}": value for axis, value in zip("dhw", triple(values, fill))}
     return found

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from upconv.cuda import family
+from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import plain
@@ -63,7 +64,7 @@ class Choice(family.Choice):
         tiles_h, tiles_w, tiles = t.blocks_of(p)
         units = given.aligned and t.vector > 1 and whole_units(p, t)
         source, other = (p.size, p.out_size) if t.forward else (p.out_size, p.size)
-        sizes = ints((p.batch, *_full(source), *_full(other), tiles_h, tiles_w, int(units)))
+        sizes = ints((p.batch, *triple(source), *triple(other), tiles_h, tiles_w, int(units)))
         if not t.weight:
             bias = NULL if given.bias == "none" else Pointer("bias")
             pointers = Pointer("source"), Pointer("weight"), bias, Pointer("result")
@@ -79,11 +80,6 @@ class Choice(family.Choice):
             Launch(unit, "direct_weight", grid, t.threads, t.shared_bytes, arguments),
             Launch(unit, "direct_reduce", -(-count // THREADS), THREADS, 0, to),
         )
-
-
-def _full(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes along D, H and W of those along the last axes."""
-    return (1,) * (3 - len(values)) + values
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

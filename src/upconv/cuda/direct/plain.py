@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from upconv.cuda import family
+from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu, fma_lanes
@@ -76,8 +77,7 @@ def _layer(p: Problem, given: Given) -> tuple[Long, ...]:
     order: WeightForm = "channels_last" if p.layout == "channels_last" else "contiguous"
     weight: WeightForm = given.weight if p.pass_ == "grad-weight" else "contiguous"
     channels = p.batch, p.groups, p.in_channels // p.groups, p.out_channels // p.groups
-    lead = (1,) * (3 - p.rank)
-    axes = zip((*lead, *p.size), (*lead, *p.out_size), geometry(p))
+    axes = zip(triple(p.size), triple(p.out_size), geometry(p))
     tensors = (p.input_shape, order), (p.weight_shape, weight), (p.output_shape, order)
     numbers = ((size, out, *of_axis) for size, out, of_axis in axes)
     return longs((*channels, *chain(*numbers), *chain(*(strides(*each) for each in tensors))))
@@ -85,7 +85,8 @@ def _layer(p: Problem, given: Given) -> tuple[Long, ...]:
 
 def geometry(p: Problem) -> tuple[tuple[int, ...], ...]:
     """Kernel, stride, padding, dilation and phase of a ``PlainAxis``, along D, H and W."""
-    return ((1, 1, 0, 1, 1),) * (3 - p.rank) + tuple(zip(p.kernel, p.stride, p.padding, p.dilation, phases(p)))
+    sides = triple(p.kernel), triple(p.stride), triple(p.padding, 0), triple(p.dilation), triple(phases(p))
+    return tuple(zip(*sides))
 
 
 def strides(shape: tuple[int, ...], order: WeightForm) -> tuple[int, ...]:

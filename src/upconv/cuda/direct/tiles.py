@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
+from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape, triple
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived, derived_from, settled, varied
@@ -345,8 +345,7 @@ def cells(p: Problem) -> tuple[int, int, int]:
     size = p.size
     if p.pass_ == "fwd":
         size = tuple(-(-out // (s if i >= p.rank - 2 else 1)) for i, (out, s) in enumerate(zip(p.out_size, p.stride)))
-    d, h, w = (1,) * (3 - p.rank) + size
-    return d, h, w
+    return triple(size)
 
 
 def whole_units(p: Problem, tile: Tile) -> bool:

@@ -16,14 +16,14 @@ from functools import lru_cache
 from typing import Any
 
 from upconv.cuda import family
-from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape, triple
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import FRAGMENT, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
-from upconv.cuda.pixels.tile import MOST_COUNTED, moved, triple
+from upconv.cuda.pixels.tile import MOST_COUNTED, moved
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem
 

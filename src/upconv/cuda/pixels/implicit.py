@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
+from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, triple
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import channels_last, fullest
 from upconv.cuda.cost import Work
@@ -35,7 +35,6 @@ from upconv.cuda.pixels.tile import (
     fitted,
     moved,
     stores_wide,
-    triple,
 )
 from upconv.derived import derived, derived_without, varied
 from upconv.problem import Problem

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
-from upconv.cuda.axes import result_shape, source_shape
+from upconv.cuda.axes import result_shape, source_shape, triple
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
@@ -29,12 +29,6 @@ _MOST_STAGES = 8
 _OTHER_REGISTERS = 56  # of a consumer's thread, beside its sums and fragments: addresses and the like
 
 T = TypeVar("T", bound="Tile")
-
-
-def triple(values: tuple[int, ...], lone: int = 1) -> Triple:
-    """Along D, H and W, with ``lone`` for an axis that the layer does not have."""
-    d, h, w = (lone,) * (3 - len(values)) + values
-    return d, h, w
 
 
 def stores_wide(element: int, columns: int, channels: int) -> bool:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 
+from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
 from upconv.cuda.rearrange.around import Around
+from upconv.cuda.scalars import geometry
 from upconv.problem import Problem
 
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
@@ -46,20 +48,15 @@ def rearranged(p: Problem) -> Problem:
 
 def constants(p: Problem) -> dict[str, int]:
     """The kernels', see kernels/unshuffle.cu."""
-    q, lead = rearranged(p), 3 - p.rank
-    found = {
+    q = rearranged(p)
+    axes = zip("dhw", triple(p.padding, 0), triple(q.padding, 0), triple(p.stride))
+    return geometry(p) | {
         "element": p.dtype.itemsize,
         "channels_last": p.layout == "channels_last",
         "cout": p.out_channels,
         "channels": q.out_channels,
+        **{f"offset_{axis}": pad - crop * stride for axis, pad, crop, stride in axes},
     }
-    for i, axis in enumerate("dhw"):
-        at = i - lead
-        stride, kernel, pad, crop = (
-            (1, 1, 0, 0) if at < 0 else (p.stride[at], p.kernel[at], p.padding[at], q.padding[at])
-        )
-        found |= {f"stride_{axis}": stride, f"kernel_{axis}": kernel, f"offset_{axis}": pad - crop * stride}
-    return found
 
 
 def unit(p: Problem) -> Unit:
@@ -73,10 +70,10 @@ def unit(p: Problem) -> Unit:
 def around(p: Problem, given: Given) -> Around:
     """The unshuffled gradient ahead of the inner kernel; with it expanded weights, or their gradient folded behind."""
     q, code, element = rearranged(p), unit(p), 4 if given.single else p.dtype.itemsize
-    full, total = (1,) * (3 - p.rank), math.prod(q.output_shape)
+    total = math.prod(q.output_shape)
     unshuffled = Scratch("unshuffled gradient", total * p.dtype.itemsize)
     wider = Scratch("weight by phases", math.prod(q.weight_shape) * element)
-    sizes, strides = ints((total, *full, *p.out_size, *full, *q.out_size)), five_strides(p.weight_shape, given.weight)
+    sizes, strides = ints((total, *triple(p.out_size), *triple(q.out_size))), five_strides(p.weight_shape, given.weight)
     inner, kind = given._replace(weight="contiguous", aligned=True), "_float" if given.single else ""
 
     def unshuffle(source: Operand, weight: tuple[Pointer, Pointer], count: int, kind: str = "") -> Launch:
