@@ -21,7 +21,7 @@ from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import ways
 from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
@@ -29,7 +29,7 @@ from upconv.cuda.rearrange import rearranged
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Layout, Pass, Precision, Problem, output_length
+from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem, output_length
 
 DTYPES: dict[Precision, torch.dtype] = {
     "tf32": torch.float32,
@@ -41,9 +41,9 @@ DTYPES: dict[Precision, torch.dtype] = {
 WGMMA: tuple[Precision, ...] = ("tf32", "fp16", "bf16")
 TENSOR: tuple[Precision, ...] = (*WGMMA, "ieee")
 SCALAR: tuple[Precision, ...] = ("ieee", "fp16", "bf16", "fp64")
-FORWARD_LIKE: tuple[Pass, ...] = ("fwd", "grad-input")
-GRADIENTS: tuple[Pass, ...] = ("grad-input", "grad-weight")
-LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
+PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
+FORWARD_LIKE, GRADIENTS = PASSES[:2], PASSES[1:]
+GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
 MOST_MACS = 5e9  # of a layer, so that float64 does not take long
 MOST = 3e7  # products of a small choice's tiles, padding included: an emulator takes a second for them
 
@@ -289,9 +289,9 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         Layers(GRADIENTS, SCALAR, inputs=(1, 2, 3, 8), outputs=(1, 2, 3, 5), groups=(1, 2, 3)), direct_choice,
     ),
     "direct depthwise": (
-        Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, inputs=(1, 2, 3, 10, 16, 33), groups=(1,)), depthwise_choice,
+        Layers(PASSES, SCALAR, inputs=(1, 2, 3, 10, 16, 33), groups=(1,)), depthwise_choice,
     ),
-    "plain": (Layers((*FORWARD_LIKE, "grad-weight"), SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
+    "plain": (Layers(PASSES, SCALAR, dilations=(1, 1, 2, 3, 50)), plain_choice),
     "unshuffle": (
         Layers(GRADIENTS, WGMMA, inputs=(8, 16, 40), outputs=FEW, groups=(1,), strides=(2, 3), dilations=(1,)),
         rearranged_choice("unshuffle"),

@@ -19,22 +19,20 @@ import torch
 
 import ptxas
 from conftest import EVERY, by_turns, needs_nvrtc
-from drawn import DTYPES, FAMILIES, choices
+from drawn import DTYPES, FAMILIES, GPUS, PASSES, choices
 from upconv import planner
 from upconv.bench.suites import SUITES, Case
 from upconv.cuda import bias
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import plain
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.gpu import A100, H200, Gpu
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem
 
-GPUS = (A100, RTX3090, RTX4090, H200, B200, RTX5090)
-PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 Kind = tuple[Precision, Layout, Pass]
 
 OTHERS = {
-    *("pack", "pack_float", "reduce", "reduce_float", "direct_reduce"),
+    *("pack", "pack_float", "reduce", "direct_reduce"),
     *("to_channels_last", "to_contiguous", "widen"),
     *("unshuffle", "unshuffle_float", "fold", "fold_float"),
 }

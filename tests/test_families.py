@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import EVERY, assert_sentence
-from drawn import DTYPES, LAYOUTS, Layers
+from drawn import DTYPES, GPUS, LAYOUTS, PASSES, Layers
 from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda import families, family
@@ -23,13 +23,11 @@ from upconv.cuda.cost import Work, cost
 from upconv.cuda.direct import direct, plain
 from upconv.cuda.gemm import joined
 from upconv.cuda.gemm.shuffle import countable, ways
-from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.launches import Given
 from upconv.export import source
 from upconv.problem import Pass, Precision, Problem
 
-GPUS = (H200, A100, RTX3090, RTX4090, B200, RTX5090)
-PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 EVERY_LAYER = Layers(
     PASSES, tuple(DTYPES), inputs=(1, 3, 4, 8, 32, 64), outputs=(1, 2, 5, 8, 64), groups=(1, 1, 2, 3, 8),
     heights=(1, 7, 16, 40), widths=(1, 8, 13, 32, 100), dilations=(1, 1, 2),
@@ -138,7 +136,7 @@ def test_empty_inputs_are_pytorchs(change: dict[str, Any], pass_: Pass) -> None:
     assert plan.delegates and plan.candidates[0].reason == "the input is empty"
 
 
-@pytest.mark.parametrize("pass_", ["fwd", "grad-input", "grad-weight"])
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("channels", [1, 16])
 def test_axes_beyond_32_bits_are_for_kernels_that_count_in_64(pass_: Pass, channels: int) -> None:
     longest = 2**31 - 2**20

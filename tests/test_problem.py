@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from conftest import THEIRS
 from strategies import problems
 from upconv import reference
 from upconv.problem import AxisPhase, Problem
-
-TORCH = (None, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 
 
 @given(p=problems())
@@ -57,7 +56,7 @@ def test_reference_equals_pytorch_in_float64(p: Problem) -> None:
     x = torch.randn(p.input_shape, dtype=torch.float64, generator=generator).requires_grad_()
     w = torch.randn(p.weight_shape, dtype=torch.float64, generator=generator).requires_grad_()
     b = torch.randn(p.out_channels, dtype=torch.float64, generator=generator).requires_grad_()
-    y = TORCH[p.rank](x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
+    y = THEIRS[p.rank](x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
     assert tuple(y.shape) == p.output_shape
     torch.testing.assert_close(reference.forward(p, x, w, b), y.detach(), rtol=1e-12, atol=1e-12)
     g = torch.randn(p.output_shape, dtype=torch.float64, generator=generator)

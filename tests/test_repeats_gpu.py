@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from conftest import HOPPER
+from drawn import PASSES
 from results import laid_out
 from upconv import planner
 from upconv.bench.suites import SUITES
-from upconv.problem import Layout, Pass, Precision, Problem
+from upconv.problem import Layout, Precision, Problem
 
 pytestmark = [*HOPPER, pytest.mark.usefixtures("tf32")]
 
 CALLS = 4
 BYTES = 2**28  # of a tensor, so that a dozen processes have room; batches are cut to that
-PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight")
 DTYPES: dict[Precision, torch.dtype] = {"tf32": torch.float32, "bf16": torch.bfloat16}
 BOUNDS = {
     "tf32": 2e-3,
