@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import random
 import re
@@ -26,8 +25,6 @@ from typer.testing import CliRunner
 
 import upconv
 from conftest import by_turns, compiled_for_host
-from emulator import emulator
-from upconv.bench import timing
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
@@ -39,8 +36,6 @@ from upconv.cuda.launches import Map
 from upconv.cuda.wgrad import wgrad
 from upconv.export import (
     c,
-    check,
-    command,
     cpp,
     gpu_of,
     kernelbench,
@@ -65,7 +60,6 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
   return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
-__all__ = ["emulator"]
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
@@ -122,28 +116,6 @@ def test_models_are_what_the_export_writes(number: int) -> None:
 
 
 # --- constructors and weights ----------------------------------------------------------------------------------------
-
-CONSTRUCTORS = {
-    57: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
-    65: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
-    69: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), output_padding=(0, 0), "
-    "dilation=(1, 1), groups=1, bias=False",
-    71: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, groups=1, bias=False",
-    75: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=False",
-    70: "in_channels, out_channels, kernel_size, stride=1, padding=0, output_padding=0, dilation=1, groups=1, "
-    "bias=False",
-    72: "in_channels, out_channels, kernel_size, stride=(1, 1, 1), padding=(0, 0, 0), output_padding=(0, 0, 0), "
-    "groups=1, bias=False",
-    79: "in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, bias=False",
-    78: "in_channels, out_channels, kernel_size, stride=(1, 1), padding=(0, 0), bias=False",
-}
-
-
-@pytest.mark.parametrize("number", CONSTRUCTORS)
-def test_constructors_are_kernelbenchs(number: int) -> None:
-    parameters = inspect.signature(names(number)["ModelNew"]).parameters.values()
-    found = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
-    assert found == CONSTRUCTORS[number]
 
 
 def test_arguments_that_pytorch_refuses_are_refused() -> None:
@@ -631,29 +603,6 @@ def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) ->
         with torch.no_grad():
             torch.testing.assert_close(model(x), extension.convolve(x, weight, None))
         change()
-
-
-@pytest.mark.parametrize("wrong", (None, "forward", "grad_weight"))
-def test_a_check_tells_right_from_wrong(
-    wrong: str | None, faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    module = faked(p)
-    if wrong is not None:
-        whole = getattr(module["fake"], wrong)
-
-        def spoiled(*given: Any) -> None:
-            whole(*given)
-            given[3 if wrong == "forward" else 2].mul_(1.01)  # the result
-
-        setattr(module["fake"], wrong, spoiled)
-    monkeypatch.setattr(check, "load", lambda text: module)
-    monkeypatch.setattr(check, "RUNS", timing.Repeats(0.0, 3, 3))
-    found = check.compare("", p, "conv_transpose2d", (), torch.device("cpu"))
-    assert (found.failure is None) is (wrong is None)
-    assert bool(found.taken) is (wrong is None) and (found.used > 1) is (wrong == "forward")
-    text = command.Checked(found, "some GPU").text
-    assert text.startswith("wrong: ") is (wrong is not None) and ("on some GPU" in text) is (wrong is None)
 
 
 # --- the forward alone, and C -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from measured import CPU, SHORT, command
 from upconv.bench import exported, report, suites, tables
 from upconv.export import check
+from upconv.export.command import Checked
 from upconv.export.signatures import init_arguments
 from upconv.modules import TRANSPOSED
 from upconv.problem import Problem
@@ -58,7 +60,7 @@ class Original(nn.Module):
 @pytest.mark.skipif(not MODELS.is_dir(), reason="the exported models are not there")
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_the_exported_models_are_not_refused(case: str) -> None:
-    """And they draw the parameters of the original under the same seed."""
+    """They take the original's arguments, by PyTorch's names, and draw its parameters under the same seed."""
     (path,) = exported.files(MODELS, [case]).values()
     assert exported.refusal(path.read_text(encoding="utf-8")) is None
     p = next(found.problem for found in CASES if found.name == case)
@@ -68,6 +70,7 @@ def test_the_exported_models_are_not_refused(case: str) -> None:
     names = check.load(path.read_text(encoding="utf-8"))
     ours = names["ModelNew"](*init_arguments(int(case[2:]), p)).state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert signature(names["ModelNew"]).parameters.keys() <= signature(nn.ConvTranspose2d).parameters.keys()
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -154,6 +157,13 @@ def test_a_wrong_file_has_no_speed(small: Path, factor: Any, slope: Any, reason:
     assert str(found["failure"]).startswith(f"wrong: {reason}")
     assert found["ours_ms"] is None and found["ratio"] is None and "torch_ms" not in found
     json.dumps(found, allow_nan=False)
+
+
+def test_a_comparison_in_words() -> None:
+    taken = dict.fromkeys(("ours", "torch", "tuned", "library"), [2e-3] * 3)
+    right, wrong = check.Comparison("tf32", 0.5, (1e-6, 1e-6), taken), check.Comparison("tf32", 2.0, (), {})
+    assert Checked(right, "some GPU").text.endswith(" the library 2.000 ms: 1.00 times PyTorch's speed on some GPU")
+    assert Checked(wrong, "some GPU").text == wrong.failure
 
 
 @pytest.mark.parametrize("slope", [1, 2])
