@@ -94,16 +94,14 @@ EVERY_LANE = {
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"),
         ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
-        (
-            "pixels.init(T::DIRECT_BOX ? 1 : PRODUCER_WARPS, CONSUMERS * 4);",
-            "pixels.init(T::DIRECT_BOX ? 1 : T::PRODUCER_THREADS, CONSUMERS * 128);",
-        ),
-        ("ring.init(1, CONSUMERS * 4);", "ring.init(1, CONSUMERS * 128);"),
-        ("slots.init(1, PRODUCER_WARPS);", "slots.init(1, T::PRODUCER_THREADS);"),
+        ("FILLERS = T::DIRECT_BOX ? 1 : PRODUCER_WARPS,", "FILLERS = T::DIRECT_BOX ? 1 : T::PRODUCER_THREADS,"),
+        (".init(M::FILLERS, 4 * M::READERS);", ".init(M::FILLERS, 128 * M::READERS);"),
+        (".init(1, CONSUMERS * 4);", ".init(1, CONSUMERS * 128);"),
+        (".init(1, PRODUCER_WARPS);", ".init(1, T::PRODUCER_THREADS);"),
     ),
     "pixels.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        (".init(1, 4 * M::READERS);", ".init(1, 128 * M::READERS);"),
+        (".init(M::FILLERS, 4 * M::READERS);", ".init(M::FILLERS, 128 * M::READERS);"),
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),

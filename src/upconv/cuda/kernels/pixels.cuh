@@ -2,8 +2,9 @@
 //
 // A mode M is a template over its constants C. It has
 //   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
-//   RINGS, READERS     of a block: more than one, by a `ring_of` of its own, where each consumer has tiles of its own; consumers that read a stage
-//   first_tile, next_tile
+//   PRODUCERS, RINGS   of a block: its warpgroups, and rings, of which each consumer may have its own
+//   FILLERS, READERS   of a stage: arrivals when it is full, and consumers that read it
+//   first_tile, next_tile  of a block
 //   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
 //   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
 // If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
@@ -19,12 +20,12 @@ struct PixelsOf {
   static constexpr int ELEMENT = Number::SIZE, VEC = 16 / ELEMENT;
   static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
   static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
-  static constexpr int RINGS = 1, READERS = CONSUMERS;
+  static constexpr int PRODUCERS = 1, FILLERS = 1, RINGS = 1, READERS = CONSUMERS;
   static constexpr bool TURNS = false;
   using Ring = RingOf<C::stages, C::stage_bytes>;       // whose stages a producer fills and consumers read
   static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + Ring::BYTES); }
-  static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
-  static __device__ __forceinline__ int next_tile() { return gridDim.x; }
+  template <class Sizes> static __device__ __forceinline__ int first_tile(int, const Sizes&) { return blockIdx.x; }
+  template <class Sizes> static __device__ __forceinline__ int next_tile(int tile, const Sizes&) { return tile + gridDim.x; }
   static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
 };
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader 
   const typename M::Ring ring = M::ring_of(work.memory, consumer);
   typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
 #pragma unroll 1
-  for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
+  for (int tile = M::first_tile(consumer, work.sizes); tile < work.sizes.tiles; tile = M::next_tile(tile, work.sizes)) {
     const Steps steps = loader.begin(tile);
 #pragma unroll 1
     for (int step = steps.first; step < steps.end; step++, cursor.next()) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
   typename M::Consumer consumer(work, wg, thread);
   typename M::Sums sums;
 #pragma unroll 1
-  for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
+  for (int tile = M::first_tile(wg, work.sizes); tile < work.sizes.tiles; tile = M::next_tile(tile, work.sizes)) {
     const Steps steps = consumer.steps(tile);
     if constexpr (M::TURNS) {
       if (!consumer.takes()) {
@@ -90,9 +91,9 @@ __device__ __forceinline__ void consume(const Work<M>& work, const typename M::R
 template <class M>
 __device__ __forceinline__ void run(const Work<M>& work) {
   const typename M::Ring ring = M::ring_of(work.memory, 0);
-  run_block<1, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
+  run_block<M::PRODUCERS, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
       [&] {
-        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
+        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(M::FILLERS, 4 * M::READERS);
         M::init(work.memory);
       },
       [&] { M::produce(work); },

@@ -74,8 +74,8 @@ static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
 
 // The tiles of a block: the first, and from one to the next; a cluster has one.
 static __device__ __forceinline__ int rank() { return CLUSTER > 1 ? blockIdx.x % CLUSTER : 0; }
-static __device__ __forceinline__ int first_tile(int) { return blockIdx.x / CLUSTER; }
-static __device__ __forceinline__ int next_tile() { return CLUSTER > 1 ? 1 << 30 : gridDim.x; }
+static __device__ __forceinline__ int first_tile(int, const Sizes&) { return blockIdx.x / CLUSTER; }
+static __device__ __forceinline__ int next_tile(int tile, const Sizes& s) { return CLUSTER > 1 ? s.tiles : tile + gridDim.x; }
 
 // The steps of a tile that are the block's own, a tap's chunk each; they count from the first tap of all.
 static __device__ __forceinline__ Steps steps_of(const Tile& t) {

@@ -106,8 +106,8 @@ struct Loader {
 };
 
 // Neighbouring consumers have neighbouring tiles.
-static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
-static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
+static __device__ __forceinline__ int first_tile(int consumer, const Sizes&) { return blockIdx.x * CONSUMERS + consumer; }
+static __device__ __forceinline__ int next_tile(int tile, const Sizes&) { return tile + gridDim.x * CONSUMERS; }
 
 static __device__ __forceinline__ u32 landed(u32 memory) { return memory + C::shared_bytes - 8; }  // weights
 static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {

@@ -19,21 +19,17 @@
 // a tap (of H and W) `b_columns` rows of a chunk's channels, swizzled as pixels are; a ring's stage has `w_stage` steps of K, whole taps.
 //
 // Constants are Sweep's C (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
-#include "columns.cuh"
 #include "gather_produce.cuh"
 #include "pixel_stores.cuh"
-#include "table.cuh"
+#include "pixels.cuh"
 
-// Slices of a block's walks: the first, and from one to the next. K has the tiles.
+// A kernel K's tiles as `gather` asks for them.
 template <class K>
-struct SlicesInOrder {
+struct InOrder {
   using Sizes = typename K::Sizes;
-  __device__ __forceinline__ explicit SlicesInOrder(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes& s) const { return blockIdx.x * K::steps_of(s); }
-  __device__ __forceinline__ int next(int index, const Sizes& s) const {
-    int steps = K::steps_of(s);
-    return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
-  }
+  __device__ __forceinline__ explicit InOrder(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes& s) const { return K::first_tile(0, s); }
+  __device__ __forceinline__ int next(int tile, const Sizes& s) const { return K::next_tile(tile, s); }
   __device__ __forceinline__ void end() {}
 };
 
@@ -44,6 +40,7 @@ using T = PixelTile<C>;
 using Number = NumberOf<C::precision>;
 using Type = typename Number::Type;
 using Sizes = typename T::Sizes;
+using Maps = typename T::template TensorMapsAnd<0>;
 
 static constexpr int ELEMENT = T::ELEMENT, VEC = T::VEC, ROW_BYTES = T::ROW_BYTES, K_STEPS = T::K_STEPS, PITCH = T::PITCH, CHUNKS = T::CHUNKS;
 static constexpr int CONSUMERS = T::CONSUMERS, PRODUCER_WARPS = T::PRODUCER_WARPS;
@@ -53,7 +50,7 @@ static constexpr int STEP_BYTES = C::b_columns * 32;    // of weights, of a step
 static constexpr int TAP_BYTES = STEP_BYTES * K_STEPS;
 static constexpr int CHUNK_STEPS = C::tap_entries * K_STEPS;
 static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-row pair
-static constexpr int SUMS = C::slots * SLOT_SUMS;
+using Sums = float[NB][C::slots * SLOT_SUMS];
 static constexpr int POSITIONS = NB * 64;               // M-rows of a consumer
 
 // A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
@@ -63,17 +60,30 @@ static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that 
 static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
 static constexpr int BUFFER_BYTES = C::channels_last ? 0 : 8 * CHANNEL_PITCH;
 
-using Pixels = RingOf<C::stages_p, T::STAGE_BYTES>;
+using Ring = RingOf<C::stages_p, T::STAGE_BYTES>;        // of pixels
 using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
 using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
-static constexpr int RING_AT = Pixels::BYTES;
-static constexpr int SLOTS_AT = RING_AT + Weights::BYTES;
+static constexpr int WEIGHTS_AT = Ring::BYTES;
+static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
 static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
-static_assert(BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES + Slots::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
+static_assert(BARRIERS_AT + Ring::BARRIER_BYTES + Weights::BARRIER_BYTES + Slots::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 static_assert(BOX && T::PARTS == 1 && !C::strided_box && C::w_stage % K_STEPS == 0,
               "boxes bring pixels, in one part, channels-last ones one for a chunk, and a stage of the ring has whole taps");
 static_assert(!C::turns || (C::stages_p > CHUNKS && C::stages_w == CHUNKS && C::w_stage == CHUNK_STEPS), "consumers in turn would wait for ever");
+
+// As pixels.cuh asks: each consumer has a part of every tile, and behind a chunk the one before is given back.
+static constexpr int PRODUCERS = 2, FILLERS = T::DIRECT_BOX ? 1 : PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
+static constexpr bool TURNS = false, HOLDS = true;
+static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + BARRIERS_AT); }
+static __device__ __forceinline__ Weights weights_of(u32 memory) { return Weights::at(memory + WEIGHTS_AT, memory + BARRIERS_AT + Ring::BARRIER_BYTES); }
+static __device__ __forceinline__ Slots slots_of(u32 memory) {
+  return Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Ring::BARRIER_BYTES + Weights::BARRIER_BYTES);
+}
+static __device__ __forceinline__ void init(u32 memory) {
+  weights_of(memory).init(1, CONSUMERS * 4);
+  slots_of(memory).init(1, PRODUCER_WARPS);
+}
 
 struct Tile {
   int group;                                           // 0
@@ -84,6 +94,13 @@ struct Tile {
 // Slices of a walk, and the output's of a segment.
 static __device__ __forceinline__ int segment_of(const Sizes& s) { return (s.out_d + s.tiles_d - 1) / s.tiles_d; }
 static __device__ __forceinline__ int steps_of(const Sizes& s) { return segment_of(s) + C::slots - 1; }
+
+// A block's walks, slice by slice.
+static __device__ __forceinline__ int first_tile(int, const Sizes& s) { return blockIdx.x * steps_of(s); }
+static __device__ __forceinline__ int next_tile(int index, const Sizes& s) {
+  int steps = steps_of(s);
+  return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
+}
 
 static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
@@ -98,7 +115,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 }
 
 // Who brings pixels goes by these (gather_walk.cuh). Of slices that the input has not nothing is loaded.
-using Order = SlicesInOrder<Sweep>;
+using Order = InOrder<Sweep>;
 using LoaderOrder = Order;
 static constexpr int SHARES = 1;
 static __device__ __forceinline__ int first_chunk() { return 0; }
@@ -129,9 +146,8 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
-  const Order order(s);
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+  for (int index = first_tile(0, s); index < s.tiles; index = next_tile(index, s)) {
     int chunks = C::turns ? CHUNKS : end_chunk(tile_at(index, s), s);
     const char* from = packed;
 #pragma unroll 1
@@ -152,47 +168,9 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
 // Consumers
 // =====================================================================================================================
 
-struct Reader {                                        // of the weights' ring
-  Weights ring;
-  typename Weights::Cursor cursor;                     // the stage to be waited for next
-  u32 held;                                            // the barrier of the stage that instructions still read; 0: none
-  u32 behind;                                          // of the pixels' chunk likewise
-};
-
-// acc += pixels x weights of a chunk; `start`: of the consumer's pixels, as descriptors have it. Instructions are queued up to two stages
-// of the ring ahead; what the stage before the last read is given back.
-static __device__ __forceinline__ void multiply_chunk(float (&acc)[NB][SUMS], u32 start, Reader& weights, int lane) {
-  u32 at = 0, barrier = 0;
-#pragma unroll
-  for (int i = 0; i < CHUNK_STEPS; i++) {
-    const int k = i % K_STEPS * 2;
-    if (i % C::w_stage == 0) {
-      barrier_wait(weights.ring.full(weights.cursor), C::turns ? 0 : weights.cursor.parity);
-      at = uniform(weights.ring.stage(weights.cursor) >> 4 | 1u << 16);
-      barrier = C::turns ? 0 : weights.ring.empty(weights.cursor);
-      weights.cursor.next();
-      wgmma_fence();
-    }
-#pragma unroll
-    for (int nb = 0; nb < NB; nb++) {
-      u64 a = ROWS_OF<ROW_BYTES> | (start + (value_at<C::tap_rows>(i / K_STEPS) + nb * 64) * (ROW_BYTES / 16) + k);
-      u64 b = ROWS_OF<ROW_BYTES> | (at + i % C::w_stage / K_STEPS * (TAP_BYTES / 16) + k);
-      WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
-    }
-    if ((i + 1) % C::w_stage == 0 || i + 1 == CHUNK_STEPS) {
-      wgmma_commit();
-      wgmma_wait<1>();
-      __syncwarp();
-      leave(weights.held, lane);
-      if (i < C::w_stage) leave(weights.behind, lane);
-      weights.held = barrier;
-    }
-  }
-}
-
 // Channels-last: the sums of the first slot, an output slice's, of the consumer's positions.
 static __device__ __forceinline__ void store_pixels(
-    float (&acc)[NB][SUMS], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, int wg, int thread) {
+    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, int wg, int thread) {
   using Stores = PixelStores<C::precision, C::cout, C::slot_columns, C::wide_stores>;
   constexpr int PIXEL = C::cout * ELEMENT;
   int lane = thread & 31;
@@ -222,7 +200,7 @@ static __device__ __forceinline__ void store_pixels(
 // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in elements,
 // of which only the place in a unit counts.
 static __device__ __forceinline__ void fill_buffer(
-    const float (&acc)[NB][SUMS], int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
+    const Sums& acc, int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
   int lane = thread & 31, channel = (lane & 3) * 2, top = first / PITCH;
   u32 column = buffer + channel * CHANNEL_PITCH;
   float b[2];
@@ -250,7 +228,7 @@ static __device__ __forceinline__ void fill_buffer(
 
 // The sums of the first slot, an output slice's, of the consumer's positions.
 static __device__ __forceinline__ void store_rows(
-    const float (&acc)[NB][SUMS], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
+    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
   int first = wg * POSITIONS, top = first / PITCH;
   long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
   int columns = s.out_w - t.w < C::tile_w ? s.out_w - t.w : C::tile_w, rows = s.out_h - t.h < C::tile_h ? s.out_h - t.h : C::tile_h;
@@ -279,83 +257,104 @@ static __device__ __forceinline__ void store_rows(
   }
 }
 
-static __device__ __forceinline__ void consume(
-    const Type* bias, char* y, const Sizes& s, const Pixels& pixels, Reader& weights, u32 buffer, int wg, int thread) {
-  int lane = thread & 31;
-  typename Pixels::Cursor cursor = {0, 0};
-  if (C::turns && wg == 1) named_arrive(4, T::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  float acc[NB][SUMS];
-  const Order order(s);
-#pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    Tile t = tile_at(index, s);
-    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
+struct Consumer {
+  const Work<Sweep>& work;
+  int wg, thread;
+  Weights ring;                                         // of weights
+  typename Weights::Cursor cursor;                      // the stage to be waited for next
+  u32 read;                                             // the barrier of the stage that instructions still read; 0: none
+  Tile t;
+
+  __device__ __forceinline__ Consumer(const Work<Sweep>& work, int wg, int thread)
+      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {
+    if (C::turns && wg == 1) named_arrive(4, T::CONSUMER_THREADS);  // the first turn is warpgroup 0's
+  }
+
+  __device__ __forceinline__ Steps steps(int index) {
+    t = tile_at(index, work.sizes);
+    return {0, end_chunk(t, work.sizes)};
+  }
+
+  // A walk's first sums are zeros; then each slot has those of the next one.
+  __device__ __forceinline__ void begin(Sums& acc, int) {
+    constexpr int CARRIED = (C::slots - 1) * SLOT_SUMS;
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) {
-        const bool carried = i < SUMS - SLOT_SUMS;
-        acc[nb][i] = carried && t.step > 0 ? acc[nb][carried ? i + SLOT_SUMS : i] : 0.f;
+      for (int i = 0; i < CARRIED + SLOT_SUMS; i++) {
+        acc[nb][i] = i < CARRIED && t.step > 0 ? acc[nb][i < CARRIED ? i + SLOT_SUMS : i] : 0.f;
         opaque(acc[nb][i]);
       }
-    weights.held = weights.behind = 0;
+    read = 0;
     if (C::turns) named_sync(4 + wg, T::CONSUMER_THREADS);
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      pixels.wait_full(cursor);
-      multiply_chunk(acc, uniform((pixels.stage(cursor) + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16), weights, lane);
-      weights.behind = pixels.empty(cursor);
-    }
-    wgmma_wait<0>();
-    if (C::turns) named_arrive(4 + (wg ^ 1), T::CONSUMER_THREADS);
-    __syncwarp();
-    leave(weights.held, lane);
-    leave(weights.behind, lane);
-    if (t.step >= C::slots - 1 && od < s.out_d) {
-      if constexpr (C::channels_last) store_pixels(acc, bias, y, s, t, od, wg, thread);
-      else store_rows(acc, bias, y, s, t, od, buffer, wg, thread);
+  }
+
+  // Where the consumer's pixels are, as descriptors have it.
+  __device__ __forceinline__ u32 at(u32 stage) const { return uniform((stage + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16); }
+
+  // acc += pixels x weights of a chunk. Instructions are queued up to two stages of the weights' ring ahead; what the stage before the last
+  // read is given back, and with the first the pixels' chunk before.
+  __device__ __forceinline__ void multiply(Sums& acc, u32 pixels, u32 held) {
+    const int lane = thread & 31;
+    u32 weights = 0, barrier = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNK_STEPS; i++) {
+      const int k = i % K_STEPS * 2;
+      if (i % C::w_stage == 0) {
+        barrier_wait(ring.full(cursor), C::turns ? 0 : cursor.parity);
+        weights = uniform(ring.stage(cursor) >> 4 | 1u << 16);
+        barrier = C::turns ? 0 : ring.empty(cursor);
+        cursor.next();
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int nb = 0; nb < NB; nb++) {
+        u64 a = ROWS_OF<ROW_BYTES> | (pixels + (value_at<C::tap_rows>(i / K_STEPS) + nb * 64) * (ROW_BYTES / 16) + k);
+        u64 b = ROWS_OF<ROW_BYTES> | (weights + i % C::w_stage / K_STEPS * (TAP_BYTES / 16) + k);
+        WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
+      }
+      if ((i + 1) % C::w_stage == 0 || i + 1 == CHUNK_STEPS) {
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(read, lane);
+        if (i < C::w_stage) leave(held, lane);
+        read = barrier;
+      }
     }
   }
-}
 
-// =====================================================================================================================
+  __device__ __forceinline__ void store(const Sums& acc, int) const {
+    if (C::turns) named_arrive(4 + (wg ^ 1), T::CONSUMER_THREADS);
+    give_back(read, thread & 31);
+    const int od = t.d + C::first_slot;
+    if (t.step < C::slots - 1 || od >= work.sizes.out_d) return;
+    if constexpr (C::channels_last) store_pixels(acc, work.bias, work.y, work.sizes, t, od, wg, thread);
+    else store_rows(acc, work.bias, work.y, work.sizes, t, od, work.memory + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
+  }
+};
 
-using TensorMaps = typename T::template TensorMapsAnd<0>;
-
-static __device__ __forceinline__ void run(const char* x, const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMaps& maps, u32 memory) {
-  const Pixels pixels = Pixels::at(memory, memory + BARRIERS_AT);
-  const Weights ring = Weights::at(memory + RING_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES);
-  const Slots slots = Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES);
-  run_block<2, CONSUMERS, C::producer_registers, C::consumer_registers>(
-      [&] {
-        pixels.init(T::DIRECT_BOX ? 1 : PRODUCER_WARPS, CONSUMERS * 4);
-        ring.init(1, CONSUMERS * 4);
-        slots.init(1, PRODUCER_WARPS);
-      },
-      [&] {
-        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-        if (!C::channels_last && warp < PRODUCER_WARPS) {
-          const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
-          if constexpr (!C::channels_last) Producer<Sweep>::produce(x, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
-        } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
-          if constexpr (C::channels_last) load_boxes<Sweep>(maps, s, pixels.stages, pixels.full_at, pixels.empty_at);
-          else load_boxes<Sweep>(maps, s, slots.stages, slots.full_at, slots.empty_at);
-        } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
-          stream_weights(packed, s, ring);
-        }
-      },
-      [&](int consumer, int thread) {
-        Reader weights = {ring, {0, 0}, 0, 0};
-        consume(bias, y, s, pixels, weights, memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
-      });
+static __device__ __forceinline__ void produce(const Work<Sweep>& work) {
+  const int warp = uniform(threadIdx.x >> 5);
+  const Sizes& s = work.sizes;
+  const Ring pixels = ring_of(work.memory, 0);
+  const Slots slots = slots_of(work.memory);
+  if (!C::channels_last && warp < PRODUCER_WARPS) {
+    const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
+    if constexpr (!C::channels_last) Producer<Sweep>::produce(nullptr, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+  } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
+    if constexpr (C::channels_last) load_boxes<Sweep>(work.maps, s, pixels.stages, pixels.full_at, pixels.empty_at);
+    else load_boxes<Sweep>(work.maps, s, slots.stages, slots.full_at, slots.empty_at);
+  } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
+    stream_weights(work.packed, s, weights_of(work.memory));
+  }
 }
 };
 
 template <class M>
 __global__ void __launch_bounds__(M::THREADS, 1)
-sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y,
-      int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-      const __grid_constant__ typename M::TensorMaps maps) {
+sweep(const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_d, int in_h, int in_w,
+      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ typename M::Maps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  M::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
+  const typename M::Sizes sizes = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
+  run<M>({packed, bias, y, sizes, maps, shared_address(memory)});
 }

@@ -29,7 +29,7 @@ from upconv.cuda.gemm.gather_search import chunk_sizes
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.launches import Argument, Given, Pointer, ints
+from upconv.cuda.launches import Map
 from upconv.cuda.pixels.tile import MOST_COLUMNS, MOST_COUNTED, Tile, moved, stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
@@ -231,9 +231,9 @@ class Sweep(Tile):
         shapes = *source_shape(p)[2:], *result_shape(p)[2:]
         return n, *shapes, segments, rows, columns, n * segments * rows * columns * steps
 
-    def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
-        pointers = Pointer("source", alignment=16), Pointer("packed"), bias, result
-        return *pointers, *ints(self.sizes(p, gpu)), *gather.source_maps(self.pixels, p)
+    def source_map(self, p: Problem) -> Map:
+        (found,) = gather.source_maps(self.pixels, p)
+        return found
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
         """Slices are tiles here."""
