@@ -190,10 +190,10 @@ FAULTS = {
     "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
     "relayout: no barrier": (
         "relayout",
-        r"bring_rows\(tile, from, at, channels, pixels, lane, warp\);\s*\}\s*__syncthreads\(\);",
-        "bring_rows(tile, from, at, channels, pixels, lane, warp); }",
+        r"= v\[i\]\[j\];\s*__syncthreads\(\);",
+        "= v[i][j];",
     ),
-    "relayout: odd rows": ("relayout", r"then = odd \^ \(pixels & 1\)", "then = odd"),
+    "relayout: the second channel": ("relayout", r"\+ 2 \* i \+ 1\)\[pixel\] <<", "+ 2 * i)[pixel] <<"),
 }
 """By what: a family, a pattern of its source and what is put there."""
 

@@ -60,7 +60,7 @@ def tile(p: Problem, channels: int, size: tuple[int, ...]) -> tuple[int, int, in
     pixels = _TILE[p.dtype.itemsize] // of_channels
     least = max(64, THREADS * 16 // p.dtype.itemsize // of_channels)  # a unit for each thread
     image = math.prod(size)
-    if 1 < image <= _SMALL and image * p.dtype.itemsize % 4 == 0:
+    if 1 < image <= _SMALL:
         return of_channels, least, image
     while pixels > least and pixels // 2 >= image:
         pixels //= 2
@@ -103,8 +103,7 @@ def copy(p: Problem, output: bool, source: Operand, to: Operand, back: bool = Fa
         return Launch(
             code, "to_contiguous", grid, THREADS, 0, (Pointer(source), Pointer(to), *ints((channels, pixels)))
         )
-    words = 4 if image and not widens else 1  # at which it is read
-    arguments = (Pointer(source, alignment=words), Pointer(to), *ints((channels, pixels, wide)))
+    arguments = (Pointer(source), Pointer(to), *ints((channels, pixels, wide)))
     return Launch(code, "widen" if widens else "to_channels_last", grid, THREADS, 0, arguments)
 
 
