@@ -31,12 +31,11 @@ from upconv.cuda.pixels.tile import (
     MOST_COUNTED,
     SPAN,
     Tile,
-    even_grid,
     fitted,
     moved,
     stores_wide,
 )
-from upconv.derived import derived, derived_without, varied
+from upconv.derived import derived_without, varied
 from upconv.problem import Problem
 
 _MOST_TAPS = 512  # and phases
@@ -104,8 +103,7 @@ class Implicit(Tile):
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu) -> Iterator[Implicit]:
         """Those for all sizes, and those of clusters at the problem's own."""
-        every = (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
-        return (t for t in every if t.tiles(p) < MOST_COUNTED // 2)
+        return (t for whole in alone(any_size(p), gpu) for t in (whole, *_clustered(whole, p, gpu)))
 
     # --- the kernel --------------------------------------------------------------------------------------------------
 
@@ -204,11 +202,6 @@ class Implicit(Tile):
         chunks = -(-self.channels[0] // self.chunk)
         return tuple(len(phase.taps) * chunks for phase in phases(self.problem))
 
-    @derived
-    def even(self) -> bool:
-        """Whether all phases have as many taps."""
-        return len({*self.steps}) == 1
-
     def turn(self, gpu: Gpu) -> int:
         """Pixel tiles after which the first phase is another, so that a block's tiles are of all phases by turns.
 
@@ -218,10 +211,7 @@ class Implicit(Tile):
         return MOST_COUNTED // 2 if math.gcd(blocks, of) == 1 else max(1, blocks // of)
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
-        tiles = self.tiles(p)
-        if self.cluster > 1:
-            return tiles * self.cluster
-        return even_grid(tiles, gpu) if self.even else min(tiles, gpu.multiprocessors)
+        return self.tiles(p) * self.cluster if self.cluster > 1 else super().grid(p, gpu)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         count, box = self.fullest(p)
@@ -256,7 +246,7 @@ class Implicit(Tile):
         """(tiles of the block that has most, their steps)."""
         tiles, of = self.tiles(p) * self.cluster, len(self.steps)
         waves = -(-tiles // gpu.multiprocessors)
-        if self.even or self.cluster > 1:
+        if self.cluster > 1:
             return waves, waves * -(-self.steps[0] // self.cluster)
         rounds, rest = divmod(waves, of)
         return waves, rounds * sum(self.steps) + sum(self.steps[:rest])

@@ -20,7 +20,7 @@ from upconv.cuda.compile.boxes import Five
 from upconv.cuda.cost import Work
 from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, Tile, even_grid, fitted, moved
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, Tile, fitted, moved
 from upconv.problem import Problem
 
 _MOST_PHASES = 5
@@ -201,7 +201,7 @@ class Phases(Tile):
 
     def grid(self, p: Problem, gpu: Gpu) -> int:
         """Blocks, whose consumers have tiles of their own."""
-        return even_grid(-(-self.tiles(p) // CONSUMERS), gpu)
+        return min(-(-self.tiles(p) // CONSUMERS), gpu.multiprocessors)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
         return *triple(p.out_size), *self.counts(p), self.tiles(p)

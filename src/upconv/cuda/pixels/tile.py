@@ -250,14 +250,6 @@ def moved(p: Problem, written: float = 1.0, read: float = 1.0) -> float:
     return (math.prod(source_shape(p)) * read + math.prod(result_shape(p)) * written) * p.dtype.itemsize
 
 
-def even_grid(tiles: int, gpu: Gpu) -> int:
-    """Blocks that have as many tiles each but for the last ones, which have one less.
-
-    So the last tiles are those of many blocks, whose loads hide each other's latency.
-    """
-    return -(-tiles // -(-tiles // gpu.multiprocessors))
-
-
 def fitted(tiles: Iterable[T], gpu: Gpu) -> tuple[T, ...]:
     """Of tiles those that fit, each with as many stages as shared memory has room for."""
 
