@@ -25,7 +25,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import upconv
 from conftest import EVERY, assert_close, diagonal, forced_plans, make_call
 from situations import differences, step
-from test_native import machine, module  # noqa: F401
 from upconv import planner
 from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import text_of
@@ -331,7 +330,7 @@ def test_inductor_turns_our_operators_with_its_own(inductor_cache: Path, monkeyp
     assert "empty_strided_cpu((2, 8, 6, 5), (240, 1, 40, 8)" in code[0] and "conv_transpose_forward" in code[0]
 
 
-def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = upconv.ConvTranspose1d(4, 6, 3, 2, 1)
     monkeypatch.setattr(rule, "verdict", lambda *_: rule.Verdict(True, ""))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
