@@ -19,8 +19,9 @@ from upconv.cuda.family import weighed
 from upconv.planner import Plan
 from upconv.problem import Pass, Problem
 
-HOST = 25e-6
-"""Seconds that a replayed pass of ours takes the host beyond those for PyTorch's operator, and the copies around it."""
+HOST = 33e-6
+"""Seconds that a replayed pass of ours takes the host beyond those for PyTorch's operator, and the copies around it
+(docs/experiments.md)."""
 SLOWER_LAST = 1.35
 """How much longer cuDNN's kernels take in channels_last than `upconv.convolutions.expected` says. That is a bound for
 plain convolutions; for transposed ones profiles of compiled models show 1.36 to 1.6 times as much."""
