@@ -24,14 +24,3 @@ __device__ __forceinline__ void zero(Sums (&sums)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) zero(sums[i]);
 }
-
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
-}

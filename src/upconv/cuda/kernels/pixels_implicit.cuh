@@ -206,77 +206,6 @@ static __device__ __forceinline__ void multiply_stage(Sums& acc, u32 pixels, u32
           acc[m], descriptor(a + m * (64 * ROW_BYTES / 16) + k * 2), descriptor_of_weights(b + k * B_STEP));
 }
 
-// Where row `row` of a tile is in the result, or nowhere.
-static __device__ __forceinline__ char* place_of(char* y, const Sizes& s, const Tile& t, int row, bool& there) {
-  int w = row % s.box_w, rest = row / s.box_w, h = rest % s.box_h;
-  rest /= s.box_h;
-  int d = rest % s.box_d, n = rest / s.box_d;
-  there = n < s.box_n;
-  n += t.n, d += t.d, h += t.h, w += t.w;
-  if constexpr (PHASES > 1) {
-    d = d * C::out_step_d + constant_at<C::phases_d>(t.phase);
-    h = h * C::out_step_h + constant_at<C::phases_h>(t.phase);
-    w = w * C::out_step_w + constant_at<C::phases_w>(t.phase);
-  }
-  there = there && n < s.out_n && d < s.out_d && h < s.out_h && w < s.out_w;
-  return y + ((((long long)n * s.out_d + d) * s.out_h + h) * s.out_w + w) * (C::cout * ELEMENT) + t.column * ELEMENT;
-}
-
-// Of a cluster: where sums are in shared memory, four of a thread's.
-static __device__ __forceinline__ u32 sums_at(int i, int thread) { return (i * (CONSUMERS * 128) + thread) * 16; }
-
-// Sums to shared memory, where all blocks of the cluster find them.
-static __device__ __forceinline__ void publish(const Sums& acc, u32 memory, int thread) {
-  named_sync<4, CONSUMERS * 128>();                     // nobody reads a stage any more
-#pragma unroll
-  for (int i = 0; i < MB * COLUMNS / 8; i++) {
-    const float* v = &acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4];
-    store_shared_f32x4(memory + sums_at(i, thread), v[0], v[1], v[2], v[3]);
-  }
-  cluster_sync();
-}
-
-// Four sums of all blocks, in the order of their rank.
-static __device__ __forceinline__ void add_up(Sums& acc, u32 memory, int i, int thread) {
-  float v[CLUSTER][4];
-#pragma unroll
-  for (int rank = 0; rank < CLUSTER; rank++) load_cluster_128(v[rank], memory + sums_at(i, thread), rank);
-#pragma unroll
-  for (int e = 0; e < 4; e++) {
-    float sum = v[0][e];
-#pragma unroll
-    for (int rank = 1; rank < CLUSTER; rank++) sum += v[rank][e];
-    acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4 + e] = sum;
-  }
-}
-
-// `first`: of the tile's rows, the consumer's.
-static __device__ __forceinline__ void store(
-    Sums& acc, char* __restrict__ y, const Sizes& s, const Tile& t, int first, u32 memory, int thread) {
-  const int lane = thread & 31, left = C::cout - t.column, of_all = first / (64 * MB) * 128 + thread;
-  if constexpr (CLUSTER > 1) publish(acc, memory, of_all);
-#pragma unroll
-  for (int m = 0; m < MB; m++) {
-    const int row = first + m * 64 + (thread >> 5) * 16 + (lane >> 2);
-    bool there[2];
-    char* pixel[2];
-#pragma unroll
-    for (int eight = 0; eight < 2; eight++) pixel[eight] = place_of(y, s, t, row + eight * 8, there[eight]);
-#pragma unroll
-    for (int i = 0; i < Stores::UNITS; i++) {
-      if constexpr (CLUSTER > 1) {
-        constexpr int QUADS = Stores::UNIT / 8;
-        if ((m * Stores::UNITS + i) % CLUSTER != rank()) continue;
-#pragma unroll
-        for (int j = 0; j < QUADS; j++) add_up(acc, memory, (m * Stores::UNITS + i) * QUADS + j, of_all);
-      }
-#pragma unroll
-      for (int eight = 0; eight < 2; eight++) Stores::store(acc[m], i, eight, pixel[eight], left, there[eight], lane);
-    }
-  }
-  if constexpr (CLUSTER > 1) cluster_sync();            // none reads this block's any more
-}
-
 struct Consumer {
   const Work<Implicit>& work;
   int wg, thread, turn, first;                          // first: of a tile's rows, the consumer's
@@ -317,8 +246,76 @@ struct Consumer {
     wgmma_wait<HOLDS>();
     if (HOLDS) give_back(held, thread & 31);
   }
+
+  // Where row `row` of a tile is in the result, or nowhere.
+  __device__ __forceinline__ char* place_of(const Tile& t, int row, bool& there) const {
+    const Sizes& s = work.sizes;
+    int w = row % s.box_w, rest = row / s.box_w, h = rest % s.box_h;
+    rest /= s.box_h;
+    int d = rest % s.box_d, n = rest / s.box_d;
+    there = n < s.box_n;
+    n += t.n, d += t.d, h += t.h, w += t.w;
+    if constexpr (PHASES > 1) {
+      d = d * C::out_step_d + constant_at<C::phases_d>(t.phase);
+      h = h * C::out_step_h + constant_at<C::phases_h>(t.phase);
+      w = w * C::out_step_w + constant_at<C::phases_w>(t.phase);
+    }
+    there = there && n < s.out_n && d < s.out_d && h < s.out_h && w < s.out_w;
+    return work.y + ((((long long)n * s.out_d + d) * s.out_h + h) * s.out_w + w) * (C::cout * ELEMENT) + t.column * ELEMENT;
+  }
+
+  // Of a cluster: where sums are in shared memory, four of a thread's.
+  __device__ __forceinline__ u32 sums_at(int i) const { return work.memory + (i * (CONSUMERS * 128) + wg * 128 + thread) * 16; }
+
+  // Sums to shared memory, where all blocks of the cluster find them.
+  __device__ __forceinline__ void publish(const Sums& acc) const {
+    named_sync<4, CONSUMERS * 128>();                   // nobody reads a stage any more
+#pragma unroll
+    for (int i = 0; i < MB * COLUMNS / 8; i++) {
+      const float* v = &acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4];
+      store_shared_f32x4(sums_at(i), v[0], v[1], v[2], v[3]);
+    }
+    cluster_sync();
+  }
+
+  // Four sums of all blocks, in the order of their rank.
+  __device__ __forceinline__ void add_up(Sums& acc, int i) const {
+    float v[CLUSTER][4];
+#pragma unroll
+    for (int rank = 0; rank < CLUSTER; rank++) load_cluster_128(v[rank], sums_at(i), rank);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float sum = v[0][e];
+#pragma unroll
+      for (int rank = 1; rank < CLUSTER; rank++) sum += v[rank][e];
+      acc[i / (COLUMNS / 8)][i % (COLUMNS / 8) * 4 + e] = sum;
+    }
+  }
+
   __device__ __forceinline__ void store(Sums& acc, int tile) const {
-    Implicit::store(acc, work.y, work.sizes, tile_at(tile, work.sizes), first, work.memory, thread);
+    const Tile t = tile_at(tile, work.sizes);
+    const int lane = thread & 31;
+    if constexpr (CLUSTER > 1) publish(acc);
+#pragma unroll
+    for (int m = 0; m < MB; m++) {
+      const int row = first + m * 64 + (thread >> 5) * 16 + (lane >> 2);
+      bool there[2];
+      char* pixel[2];
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) pixel[eight] = place_of(t, row + eight * 8, there[eight]);
+#pragma unroll
+      for (int i = 0; i < Stores::UNITS; i++) {
+        if constexpr (CLUSTER > 1) {
+          constexpr int QUADS = Stores::UNIT / 8;
+          if ((m * Stores::UNITS + i) % CLUSTER != rank()) continue;
+#pragma unroll
+          for (int j = 0; j < QUADS; j++) add_up(acc, (m * Stores::UNITS + i) * QUADS + j);
+        }
+#pragma unroll
+        for (int eight = 0; eight < 2; eight++) Stores::store(acc[m], i, eight, pixel[eight], C::cout - t.column, there[eight], lane);
+      }
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();          // none reads this block's any more
   }
 };
 };

@@ -1,24 +1,18 @@
-// Sweep: a transposed convolution without strides on tensor cores, for few output channels. Pixels are the rows of a matrix
-// instruction (M), output channels its columns (N): a layer of 24 channels multiplies 24 columns, where `gather`, whose rows are
-// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union, of which half is useful.
+// Sweep: a 3-D transposed convolution without strides, of few output channels. Positions are rows of M, output channels are columns:
 //
-// A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all `slots` kernel slices side by
-// side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice
-// reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
-// useful but at the ends of a walk.
+//   out[first + slot][position][channel] += sum over k of in[d][position + tap][k] weight[slot][tap][k][channel]
 //
-// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay. A slice's chunks stay until both have
-// read them. A turn reads all of them, so a ring of fewer stages than chunks would wait for ever; one more lets the next slice begin.
+// A block goes along D, slice by slice of the input. A slice is multiplied once, with the taps of all `slots` kernel slices side by side: slot j
+// has the sums of the output slice j behind the first that this input slice reaches. Then the first slot's sums are complete. They are stored, and
+// the others move up by one. So every product is useful but at the ends of such a walk.
 //
-// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
-// the instructions. Consumers halve them: `nb` x 64 each.
+// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores. Consumers halve them: `nb` x 64 each.
+// `turns`: they multiply in turn, so that one stores while the other multiplies. All weights stay then, and so do a slice's chunks until both have
+// read them: a ring of fewer stages than chunks would wait for ever, and one more lets the next slice begin.
 //
-// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh): NCHW's by way of slots and a pass that turns
-// them, channels-last ones by a box that is the tile. Their results leave as they lie in registers, since a pixel's channels are
-// neighbours there. Weights are B, by descriptor: for a chunk and
-// a tap (of H and W) `b_columns` rows of a chunk's channels, swizzled as pixels are; a ring's stage has `w_stage` steps of K, whole taps.
-//
-// Constants are Sweep's C (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
+// Chunks, and how pixels come, are `gather`'s (gather_tile.cuh, gather_produce.cuh): in NCHW by way of slots and a pass that turns them, in
+// channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
+// swizzled as pixels are. A stage of their ring has `w_stage` steps of K, whole taps.
 #include "gather_produce.cuh"
 #include "pixel_stores.cuh"
 #include "pixels.cuh"
@@ -142,7 +136,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: streams every slice's weights through the ring, chunk by chunk; those that stay it loads once.
+// One thread: every slice's weights go through the ring, chunk by chunk; those that stay are loaded once.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
@@ -167,95 +161,6 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
 // =====================================================================================================================
 // Consumers
 // =====================================================================================================================
-
-// Channels-last: the sums of the first slot, an output slice's, of the consumer's positions.
-static __device__ __forceinline__ void store_pixels(
-    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, int wg, int thread) {
-  using Stores = PixelStores<C::precision, C::cout, C::slot_columns, C::wide_stores>;
-  constexpr int PIXEL = C::cout * ELEMENT;
-  int lane = thread & 31;
-  float b[SLOT_SUMS / 2];                               // not what sums begin with: ptxas would serialise some kernels (C7515)
-#pragma unroll
-  for (int i = 0; i < SLOT_SUMS / 2; i++) {
-    int channel = i / 2 * 8 + (lane & 3) * 2 + i % 2;
-    b[i] = bias && channel < C::cout ? Number::value(bias[channel]) : 0.f;
-  }
-  y += (((long long)t.n * s.out_d + od) * s.out_h + t.h) * s.out_w * PIXEL + (long long)t.w * PIXEL;
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++) {
-    float sums[SLOT_SUMS];
-#pragma unroll
-    for (int i = 0; i < SLOT_SUMS; i++) sums[i] = acc[nb][i] + b[i / 4 * 2 + i % 2];
-#pragma unroll
-    for (int eight = 0; eight < 2; eight++) {
-      int position = wg * POSITIONS + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + eight * 8, row = position / PITCH, w = position - row * PITCH;
-      bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
-      char* pixel = y + ((long long)row * s.out_w + w) * PIXEL;
-#pragma unroll
-      for (int i = 0; i < Stores::UNITS; i++) Stores::store(sums, i, eight, pixel, C::cout, there, lane);
-    }
-  }
-}
-
-// NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in elements,
-// of which only the place in a unit counts.
-static __device__ __forceinline__ void fill_buffer(
-    const Sums& acc, int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
-  int lane = thread & 31, channel = (lane & 3) * 2, top = first / PITCH;
-  u32 column = buffer + channel * CHANNEL_PITCH;
-  float b[2];
-#pragma unroll
-  for (int c = 0; c < 2; c++) b[c] = bias && (C::cout % 8 == 0 || 8 * j + channel + c < C::cout) ? Number::value(bias[8 * j + channel + c]) : 0.f;
-#pragma unroll
-  for (int nb = 0; nb < NB; nb++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      int position = first + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8, row = position / PITCH, w = position - row * PITCH;
-      u32 place = column + (row - top) * (LINE_UNITS * 16) + w * ELEMENT;
-      u32 phase = begin + row * s.out_w + (8 * j + channel) * apart;  // where the row begins
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * ELEMENT;
-        float v = acc[nb][4 * j + 2 * h + c] + b[c];
-        if constexpr (ELEMENT == 2) {
-          if (w < C::tile_w) store_shared_u16(to, Number::bits(v));
-        } else {
-          if (w < C::tile_w) store_shared_f32(to, v);
-        }
-      }
-    }
-}
-
-// The sums of the first slot, an output slice's, of the consumer's positions.
-static __device__ __forceinline__ void store_rows(
-    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
-  int first = wg * POSITIONS, top = first / PITCH;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-  int columns = s.out_w - t.w < C::tile_w ? s.out_w - t.w : C::tile_w, rows = s.out_h - t.h < C::tile_h ? s.out_h - t.h : C::tile_h;
-  y += t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * ELEMENT;
-#pragma unroll
-  for (int j = 0; j < C::slot_columns / 8; j++) {
-    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
-    named_sync(2 + wg, 128);                            // everyone has read what was there before
-    fill_buffer(acc, j, bias, s, (u32)(u64)y / ELEMENT, (u32)plane / ELEMENT, buffer, first, thread);
-    named_sync(2 + wg, 128);
-#pragma unroll 2  // more of them spill
-    for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
-      int index = thread + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = top + line / 8;
-      char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * ELEMENT;
-      int at = unit * VEC - (int)((u32)(u64)to / ELEMENT % VEC);  // of the unit's first element in the row
-      int low = first - row * PITCH, high = low + POSITIONS;      // what of the row the consumer has
-      low = low > 0 ? low : 0, high = high < columns ? high : columns;
-      bool live = index < 8 * LINES * LINE_UNITS && row < rows && (C::cout % 8 == 0 || 8 * j + c < C::cout);
-      bool whole = live && at >= low && at + VEC <= high;
-      u32 v[4];
-      load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
-      to += at * ELEMENT;
-      store_global_128_if(to, v, whole);
-      if (live && !whole && at + VEC > low && at < high) store_some<ELEMENT>(to, v, at, low, high, true);
-    }
-  }
-}
 
 struct Consumer {
   const Work<Sweep>& work;
@@ -328,8 +233,106 @@ struct Consumer {
     give_back(read, thread & 31);
     const int od = t.d + C::first_slot;
     if (t.step < C::slots - 1 || od >= work.sizes.out_d) return;
-    if constexpr (C::channels_last) store_pixels(acc, work.bias, work.y, work.sizes, t, od, wg, thread);
-    else store_rows(acc, work.bias, work.y, work.sizes, t, od, work.memory + BUFFERS_AT + wg * BUFFER_BYTES, wg, thread);
+    if constexpr (C::channels_last) store_pixels(acc, od);
+    else store_rows(acc, od);
+  }
+
+  // Where a thread's sum of M-rows 64 `nb` and behind is in the tile; `eight`: the one eight rows further.
+  __device__ __forceinline__ int position(int nb, int eight, int thread) const {
+    return wg * POSITIONS + nb * 64 + (thread >> 5) * 16 + (thread >> 2) % 8 + eight * 8;
+  }
+
+  __device__ __forceinline__ float bias_of(int channel) const {
+    return work.bias && (C::cout % 8 == 0 || channel < C::cout) ? Number::value(work.bias[channel]) : 0.f;
+  }
+
+  // Channels-last: the sums of the first slot, those of output slice `od`.
+  __device__ __forceinline__ void store_pixels(const Sums& acc, int od) const {
+    using Stores = PixelStores<C::precision, C::cout, C::slot_columns, C::wide_stores>;
+    constexpr int PIXEL = C::cout * ELEMENT;
+    const Sizes& s = work.sizes;
+    float b[SLOT_SUMS / 2];                             // not what sums begin with: ptxas would serialise some kernels (C7515)
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + (thread & 3) * 2 + i % 2);
+    char* const y = work.y + (((long long)t.n * s.out_d + od) * s.out_h + t.h) * s.out_w * PIXEL + (long long)t.w * PIXEL;
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++) {
+      float sums[SLOT_SUMS];
+#pragma unroll
+      for (int i = 0; i < SLOT_SUMS; i++) sums[i] = acc[nb][i] + b[i / 4 * 2 + i % 2];
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) {
+        int at = position(nb, eight, thread), row = at / PITCH, w = at - row * PITCH;
+        bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
+        char* pixel = y + ((long long)row * s.out_w + w) * PIXEL;
+#pragma unroll
+        for (int i = 0; i < Stores::UNITS; i++) Stores::store(sums, i, eight, pixel, C::cout, there, thread & 31);
+      }
+    }
+  }
+
+  // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in
+  // elements, of which only the place in a unit counts.
+  __device__ __forceinline__ void fill_buffer(const Sums& acc, int j, u32 begin, u32 apart, u32 buffer, int thread) const {
+    const int channel = (thread & 3) * 2, top = wg * POSITIONS / PITCH;
+    const float b[2] = {bias_of(8 * j + channel), bias_of(8 * j + channel + 1)};
+#pragma unroll
+    for (int nb = 0; nb < NB; nb++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        int at = position(nb, h, thread), row = at / PITCH, w = at - row * PITCH;
+        u32 place = buffer + channel * CHANNEL_PITCH + (row - top) * (LINE_UNITS * 16) + w * ELEMENT;
+        u32 phase = begin + row * work.sizes.out_w + (8 * j + channel) * apart;  // where the row begins
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * ELEMENT;
+          const u32 v = Number::bits(acc[nb][4 * j + 2 * h + c] + b[c]);
+          if (w >= C::tile_w) continue;
+          if constexpr (ELEMENT == 2) store_shared_u16(to, v);
+          else store_shared_u32(to, v);
+        }
+      }
+  }
+
+  // NCHW: the same of 8 channels at a time, by way of the consumer's buffer.
+  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
+    const Sizes& s = work.sizes;
+    const u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
+    const long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+    const int first = wg * POSITIONS, columns = min(s.out_w - t.w, C::tile_w), rows = min(s.out_h - t.h, C::tile_h);
+    char* const y = work.y + t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * ELEMENT;
+    int own = thread;
+#pragma unroll
+    for (int j = 0; j < C::slot_columns / 8; j++) {
+      OPAQUE(own);                                      // what follows from it is found here, not kept (spills)
+      named_sync(2 + wg, 128);                          // everyone has read what was there before
+      fill_buffer(acc, j, (u32)(u64)y / ELEMENT, (u32)plane / ELEMENT, buffer, own);
+      named_sync(2 + wg, 128);
+#pragma unroll 2  // more of them spill
+      for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
+        int index = own + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = first / PITCH + line / 8;
+        char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * ELEMENT;
+        int at = unit * VEC - (int)((u32)(u64)to / ELEMENT % VEC);  // of the unit's first element in the row
+        int low = max(first - row * PITCH, 0), high = min(first - row * PITCH + POSITIONS, columns);  // what of the row the consumer has
+        bool live = index < 8 * LINES * LINE_UNITS && row < rows && (C::cout % 8 == 0 || 8 * j + c < C::cout);
+        bool whole = live && at >= low && at + VEC <= high;
+        u32 v[4];
+        load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
+        to += at * ELEMENT;
+        store_global_128_if(to, v, whole);
+        if (live && !whole && at + VEC > low && at < high) store_some(to, v, at, low, high);
+      }
+    }
+  }
+
+  // Of a unit, from a row's element `at` on, those from `low` to `high`.
+  static __device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high) {
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+      const bool ok = at + e >= low && at + e < high;
+      if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
+      else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
+    }
   }
 };
 
