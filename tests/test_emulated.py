@@ -190,10 +190,10 @@ FAULTS = {
     "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
     "relayout: no barrier": (
         "relayout",
-        r"= v\[i\]\[j\];\s*__syncthreads\(\);",
-        "= v[i][j];",
+        r"= v\[k\];\s*\}\s*__syncthreads\(\);",
+        "= v[k]; }",
     ),
-    "relayout: the second channel": ("relayout", r"\+ 2 \* i \+ 1\)\[pixel\] <<", "+ 2 * i)[pixel] <<"),
+    "relayout: a unit's channels": ("relayout", r"EACH \+ e\)\[pixel\]", "EACH)[pixel]"),
 }
 """By what: a family, a pattern of its source and what is put there."""
 

@@ -10,7 +10,6 @@ template <class C_>
 struct Relayout {
 using C = C_;
 using Element = ElementOf<C::element>;
-static constexpr bool NARROW = C::element == 2;
 static constexpr bool IMAGES = C::image > 0;            // a tile has pixels of several
 static constexpr int TILE_C = C::tile_c, TILE_P = C::tile_p;
 static constexpr int THREADS = 256, WARPS = THREADS / 32;
@@ -19,7 +18,10 @@ static constexpr int UNITS = TILE_C / EACH;
 static constexpr int PITCH = TILE_P * C::element / 4 + 1;  // words of a channel, an odd number: units of channels lie in different banks
 static constexpr int ROWS = TILE_C / WARPS;             // of a warp
 static constexpr int COLUMNS = TILE_P / 32;             // of a lane
+static constexpr int BATCH = ROWS * COLUMNS < 32 ? ROWS * COLUMNS : 32;  // elements of a lane that are on their way at once
 static_assert(TILE_P * UNITS >= THREADS && TILE_P % 32 == 0, "a thread has a unit, and a lane an element, of each of its rows");
+
+struct alignas(16) Unit { Element of[EACH]; };  // of neighbouring channels
 
 struct Part {                              // of a tensor, that a block copies
   long long first;                         // element of its image
@@ -42,18 +44,17 @@ static __device__ __forceinline__ Part part_of(int channels, int pixels) {
 static __device__ __forceinline__ void to_channels_last(u32* tile, const Element* __restrict__ from, Element* __restrict__ to, int channels, int pixels, int width) {
   Part at = part_of(channels, pixels);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Element v[ROWS][COLUMNS];                // all on their way before the first is stored
+#pragma unroll 1
+  for (int first = 0; first < ROWS * COLUMNS; first += BATCH) {
+    Element v[BATCH];
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++) {
-      int c = at.channel + warp + i * WARPS, p = at.pixel + lane + j * 32;
-      v[i][j] = c < channels && p < pixels ? from[at.first + place_of(c, p, channels, pixels)] : (Element)0;
+    for (int k = 0; k < BATCH; k++) {
+      int c = at.channel + warp + (first + k) / COLUMNS * WARPS, p = at.pixel + lane + (first + k) % COLUMNS * 32;
+      v[k] = c < channels && p < pixels ? from[at.first + place_of(c, p, channels, pixels)] : (Element)0;
     }
 #pragma unroll
-  for (int i = 0; i < ROWS; i++)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; j++) row_of(tile, warp + i * WARPS)[lane + j * 32] = v[i][j];
+    for (int k = 0; k < BATCH; k++) row_of(tile, warp + (first + k) / COLUMNS * WARPS)[lane + (first + k) % COLUMNS * 32] = v[k];
+  }
   __syncthreads();
   int unit = threadIdx.x % UNITS, pixel = threadIdx.x / UNITS;
   if (at.channel + unit * EACH >= width) return;
@@ -61,13 +62,10 @@ static __device__ __forceinline__ void to_channels_last(u32* tile, const Element
 #pragma unroll
   for (int j = 0; j < TILE_P * UNITS / THREADS; j++, pixel += THREADS / UNITS) {
     if (at.pixel + pixel >= pixels) return;
-    u32 words[4];
+    Unit v;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (NARROW) words[i] = row_of(tile, unit * EACH + 2 * i)[pixel] | (u32)row_of(tile, unit * EACH + 2 * i + 1)[pixel] << 16;
-      else words[i] = row_of(tile, unit * EACH + i)[pixel];
-    }
-    *(uint4*)(to + (long long)pixel * width) = make_uint4(words[0], words[1], words[2], words[3]);
+    for (int e = 0; e < EACH; e++) v.of[e] = row_of(tile, unit * EACH + e)[pixel];
+    *(Unit*)(to + (long long)pixel * width) = v;
   }
 }
 
@@ -76,7 +74,7 @@ static __device__ __forceinline__ void to_contiguous(u32* tile, const Element* _
   Part at = part_of(channels, pixels);
   int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
   const Element* source = from + at.first + (long long)(at.pixel + first) * channels + at.channel + unit * EACH;
-  uint4 v[OF_THREAD];
+  uint4 v[OF_THREAD];                      // (units of 16-bit elements would take a register for each)
 #pragma unroll
   for (int j = 0; j < OF_THREAD; j++) {
     bool exists = at.channel + unit * EACH < channels && at.pixel + first + j * STEP < pixels;
@@ -84,17 +82,9 @@ static __device__ __forceinline__ void to_contiguous(u32* tile, const Element* _
   }
 #pragma unroll
   for (int j = 0; j < OF_THREAD; j++) {
-    const int pixel = first + j * STEP;
     const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if constexpr (NARROW) {
-        row_of(tile, unit * EACH + 2 * i)[pixel] = (u16)words[i];
-        row_of(tile, unit * EACH + 2 * i + 1)[pixel] = (u16)(words[i] >> 16);
-      } else {
-        row_of(tile, unit * EACH + i)[pixel] = words[i];
-      }
-    }
+    for (int e = 0; e < EACH; e++) row_of(tile, unit * EACH + e)[first + j * STEP] = (Element)(words[e * 4 / EACH] >> e * C::element * 8 % 32);
   }
   __syncthreads();
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -111,15 +101,10 @@ static __device__ __forceinline__ void widen(const Element* __restrict__ from, E
   int index = blockIdx.x * THREADS + threadIdx.x, units = width / EACH, pixel = index / units, first = index % units * EACH;
   if (pixel >= pixels) return;
   from += (long long)pixel * channels + first;
-  u32 v[EACH];
+  Unit v;
 #pragma unroll
-  for (int e = 0; e < EACH; e++) v[e] = first + e < channels ? from[e] : 0;
-  u32 words[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if constexpr (NARROW) words[i] = v[2 * i] | v[2 * i + 1] << 16;
-    else words[i] = v[i];
-  *(uint4*)(to + (long long)index * EACH) = make_uint4(words[0], words[1], words[2], words[3]);
+  for (int e = 0; e < EACH; e++) v.of[e] = first + e < channels ? from[e] : (Element)0;
+  *(Unit*)(to + (long long)index * EACH) = v;
 }
 };
 
