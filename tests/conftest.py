@@ -45,7 +45,7 @@ if find_spec("expecttest") is None:
     sys.modules["expecttest"] = ModuleType("expecttest")
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
-pytest_plugins = ("driver", "emulator", "measured", "standins")
+pytest_plugins = ("emulator", "standins", "driver", "measured")
 """Whose fixtures tests take by name."""
 
 # Fixtures stay as they are between a test's examples, and how long one takes depends on a machine's other programs.
