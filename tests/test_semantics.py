@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, forced_plans, make_call
+from conftest import EVERY, OURS, PLANS, RANKS, THEIRS, Call, diagonal, forced_plans, make_call
 from situations import differences
 from situations.observers import Listing, Names
 from strategies import gradient_problems, operands
@@ -149,27 +149,24 @@ def _strides(call: Call, functions: Functions, grad_format: torch.memory_format)
     return [t.stride() for t in call.gradients(functions, grad)]
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    ("shape", "weight"),
-    [
-        ((2, 8, 4, 5), (8, 4, 3, 3)), ((2, 8, 4, 5), (8, 4, 1, 1)), ((2, 1, 4, 5), (1, 4, 3, 3)),
-        ((2, 8, 4, 5), (8, 1, 3, 3)), ((2, 8, 1, 1), (8, 4, 3, 3)), ((1, 1, 1, 1), (1, 1, 1, 1)),
-        ((1, 8, 1, 5), (8, 4, 1, 3)), ((2, 4, 3, 4, 5), (4, 3, 3, 2, 2)), ((1, 4, 3, 4, 5), (4, 3, 3, 2, 2)),
-        ((2, 4, 3, 4, 5), (4, 3, 1, 1, 1)), ((2, 1, 3, 4, 5), (1, 3, 2, 2, 2)), ((2, 4, 1, 1, 1), (4, 1, 2, 2, 2)),
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("plan", [("native", "native"), *PLANS], ids="-".join)
-def test_memory_formats(
-    shape: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, plan: tuple[str, str]
-) -> None:
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((2, 8, 4, 5), (8, 4, 3, 3)), ((2, 8, 4, 5), (8, 4, 1, 1)), ((2, 1, 4, 5), (1, 4, 3, 3)),
+    ((2, 8, 4, 5), (8, 1, 3, 3)), ((2, 8, 1, 1), (8, 4, 3, 3)), ((1, 1, 1, 1), (1, 1, 1, 1)),
+    ((1, 8, 1, 5), (8, 4, 1, 3)), ((2, 4, 3, 4, 5), (4, 3, 3, 2, 2)), ((1, 4, 3, 4, 5), (4, 3, 3, 2, 2)),
+    ((2, 4, 3, 4, 5), (4, 3, 1, 1, 1)), ((2, 1, 3, 4, 5), (1, 3, 2, 2, 2)), ((2, 4, 1, 1, 1), (4, 1, 2, 2, 2)),
+]  # fmt: skip
+"""Of inputs and weights."""
+DTYPES = torch.float32, torch.float64, torch.bfloat16
+
+
+@pytest.mark.parametrize(("shapes", "dtype", "plan"), diagonal(SHAPES, DTYPES, [("native", "native"), *PLANS]), ids=str)
+def test_memory_formats(shapes: tuple[Any, Any], dtype: torch.dtype, plan: tuple[str, str]) -> None:
     """Output and gradients have PyTorch's strides for each mix of formats of input, weight and gradient."""
     if plan[1] == "wide" and dtype in cpu.HALF and dtype not in planner.cpu_device().onednn:
         pytest.skip("the planner never takes this plan where PyTorch has no oneDNN convolution of the dtype")
-    formats = torch.contiguous_format, FORMATS[len(shape)]
+    formats = torch.contiguous_format, FORMATS[len(shapes[0])]
     for stride, x_format, w_format in product((1, 2), formats, formats):
-        call = make_call(shape, weight, dtype=dtype, stride=stride)
+        call = make_call(*shapes, dtype=dtype, stride=stride)
         # .contiguous() leaves an ambiguous tensor's strides alone; a fresh one gets the format's own.
         x = torch.empty_like(call.input, memory_format=x_format).copy_(call.input)
         w = torch.empty_like(call.weight, memory_format=w_format).copy_(call.weight)
