@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ _RANGES = 512  # of tiles at most; their partial sums are added in a second step
 _MAX_BYTES = 64 << 20  # of partial sums
 
 
-@dataclass
-class _Block:
+class _Block(NamedTuple):
     """What a multiprocessor does for a block, or a slice of it."""
 
     loads: float = 0.0
@@ -36,36 +35,51 @@ class _Block:
 
 
 def _slice(tile: Tile, gpu: Gpu) -> _Block:
-    """A slice's: its tile of the source to shared memory, weights or the input, and the products."""
-    element, wide = tile.problem.dtype.itemsize, tile.accumulator // 4
+    parts = _source(tile), _input(tile) if tile.weight else _weights(tile), _products(tile, gpu)
+    return _Block(*map(sum, zip(*parts)))
+
+
+def _source(tile: Tile) -> _Block:
+    """A slice's tile of the source, from the memory to shared memory."""
+    element = tile.problem.dtype.itemsize
     words = tile.chunk * tile.span[0] * tile.span[1] * tile.lanes / 32
-    store, read = (1.0, 1) if tile.lanes_are_channels else tile.conflicts(tile.plane)
+    stored = words * (1.0 if tile.lanes_are_channels else tile.conflicts(tile.plane)[0]) * (tile.accumulator // 4)
     passes = math.prod(tile.passes) * tile.warps  # of warps
-    of = _Block(rounds=tile.rounds)
-    of.loads = words * store * wide + max(passes, words * element / 4 * _overread(tile.problem, tile))
-    of.issue = passes * (CORES.unit + tile.vector * (1 if element == 4 else 2)) + of.rounds * tile.warps * CORES.batch
-    kernel_w, turns, reads = tile.geometry["kernel_w"], float(tile.warps), 0.0
+    return _Block(
+        stored + max(passes, words * element / 4 * _overread(tile.problem, tile)),
+        passes * (CORES.unit + tile.vector * (1 if element == 4 else 2)) + tile.rounds * tile.warps * CORES.batch,
+        rounds=tile.rounds,
+    )
+
+
+def _input(tile: Tile) -> _Block:
+    """The input's tile likewise (grad-weight)."""
+    words = tile.h * tile.w * max(tile.channels, tile.lanes) / 32
+    return _Block(2 * words, CORES.element * words)
+
+
+def _weights(tile: Tile) -> _Block:
+    """A slice's weights likewise."""
+    words = tile.chunk * tile.taps_h * tile.geometry["kernel_w"] * tile.weights / 32
+    return _Block(words, 8 * words + 20 * tile.warps)
+
+
+def _products(tile: Tile, gpu: Gpu) -> _Block:
+    """A slice's multiply-adds, and what they read from shared memory."""
     if tile.weight:
         kernel_w = tile.kw
         strips = tile.h * tile.w // tile.rows / (1 if tile.lanes_are_channels else 32)
         groups = tile.warps // tile.tap_groups
-        turns = -(-strips // groups) * groups * tile.tap_groups  # of warps, which wait for the last
-        reads += tile.rows * tile.channels
-        x = tile.h * tile.w * max(tile.channels, tile.lanes) / 32
-        of.loads += 2 * x
-        of.issue += CORES.element * x
+        turns = float(-(-strips // groups) * groups * tile.tap_groups)  # of warps, which wait for the last
+        reads = float(tile.rows * tile.channels)
     else:
-        reads += tile.taps_h * kernel_w * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
-        weights = tile.chunk * tile.taps_h * kernel_w * tile.weights / 32
-        of.loads += weights
-        of.issue += 8 * weights + 20 * turns
-        turns *= tile.chunk
-    reads += _columns(tile, kernel_w) * _rows(tile) * read
-    of.loads += turns * reads * wide
-    of.issue += turns * reads
+        kernel_w, turns = tile.geometry["kernel_w"], float(tile.warps * tile.chunk)
+        reads = tile.taps_h * kernel_w * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
+    conflicts = 1 if tile.lanes_are_channels else tile.conflicts(tile.plane)[1]
+    reads += _columns(tile, kernel_w) * _rows(tile) * conflicts
     products = kernel_w * tile.taps_h * tile.rows * tile.channels
-    of.products = turns * products * 32 / fma_lanes(gpu, tile.accumulator == 8)
-    return of
+    rate = fma_lanes(gpu, tile.accumulator == 8)
+    return _Block(turns * reads * (tile.accumulator // 4), turns * reads, turns * products * 32 / rate)
 
 
 def _columns(tile: Tile, kernel_w: int) -> int:
