@@ -297,7 +297,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         rearranged_choice("unshuffle"),
     ),
     "relayout": (
-        Layers(GRADIENTS, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)),
+        Layers(PASSES, WGMMA, inputs=(8, 16, 24, 30), outputs=(8, 16, 17, 32), groups=(1,)),
         rearranged_choice("relayout"),
     ),
     "batches": (

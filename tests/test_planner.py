@@ -3,6 +3,7 @@ family a GPU gets."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -194,3 +195,15 @@ def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleN
         family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", cost=Cost(), margin=1.0,
         packing_seconds=packing_seconds,
     )  # fmt: skip
+
+
+def test_a_forward_takes_copies_only_where_they_stay_in_the_cache() -> None:
+    """Small images of many channels are multiplied as channels_last; a gradient of large ones may be copied too."""
+    small = Problem.make(64, 1024, 512, (16,), (25,), 4, 11, 1, dtype=torch.bfloat16)
+    large = Problem.make(64, 64, 64, (4096,), (25,), 4, 11, 1, dtype=torch.bfloat16)
+    found = families.choose(small, gpu.H200)
+    choice: Any = family.best_of(found)
+    assert choice is found["rearrange"]
+    assert choice.temporary_bytes == 2 * (math.prod(small.input_shape) + math.prod(small.output_shape))
+    assert "MB would not stay in the second-level cache" in str(families.choose(large, gpu.H200)["rearrange"])
+    assert "second-level cache" not in str(families.choose(large.with_(pass_="grad-weight"), gpu.H200)["rearrange"])

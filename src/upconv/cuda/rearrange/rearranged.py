@@ -1,4 +1,4 @@
-"""The family `rearrange`: gradients by another family's kernel on rearranged tensors.
+"""The family `rearrange`: passes by another family's kernel on rearranged tensors.
 
 A mode is a module that says which problem has the same answer, and what is launched around that problem's kernel. The
 rearranged tensors take memory, which `Choice.temporary_bytes` states. Where it cannot be had, PyTorch's
@@ -84,7 +84,7 @@ class Choice(family.Choice):
     @property
     def packs(self) -> bool:
         """Whether a call packs its weights, which are contiguous; of one tap they lie as boxes want them."""
-        return self.problem.pass_ == "grad-input" and (self.inner.problem.taps > 1 or self.inner.reads is None)
+        return self.problem.pass_ != "grad-weight" and (self.inner.problem.taps > 1 or self.inner.reads is None)
 
     @property
     def packing_seconds(self) -> float:
@@ -114,6 +114,17 @@ class Choice(family.Choice):
             inner = inner[:1]  # the others have weights in place
         return (*dict.fromkeys(one.unit for one in (*around.ahead, *around.behind)), *inner)
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether packed weights may be kept: they are the weight's own, not of one that is rearranged too."""
+        return self.packs and "weight" not in self._contiguous.names
+
+    def packed_bytes(self, given: Given) -> int:
+        return self.inner.packed_bytes(given)
+
+    def pack(self, given: Given) -> Launch | None:
+        return self.inner.pack(given) if self._keeps else None
+
     def launches(self, given: Given) -> tuple[Launch, ...]:
         around = MODES[self.mode].around(self.problem, given)
         return *around.ahead, *self._inner(around), *around.behind
@@ -124,6 +135,8 @@ class Choice(family.Choice):
         given, names = around.given, dict[Operand, Operand](around.names)
         if self.problem.pass_ == "grad-weight":
             return renamed(inner.launches(given), names)
+        if given.weight == "packed":
+            return renamed((inner.multiply(given),), names)
         if not self.packs and not given.single:
             return renamed((inner.multiply(given._replace(weight="in place")),), names)
         packed = Scratch("packed", inner.packed_bytes(given))
@@ -134,21 +147,22 @@ def refusal(mode: str, p: Problem, gpu: Gpu) -> str | None:
     """Why a problem's tensors are not rearranged, whatever that would cost, in a sentence; None when they may be."""
     if too_long := family.too_long(p):
         return too_long
-    if p.pass_ not in ("grad-input", "grad-weight"):
-        return "these kernels compute gradients only: a forward takes no memory beside packed weights"
     if gpu.capability[0] != 9:
         return "that rearranging pays was measured on compute capability 9.0 alone"
     if p.precision not in ("tf32", "bf16", "fp16"):
         return "that rearranging pays was measured for TF32 and 16 bits alone"
-    return MODES[mode].refusal(p)
+    if reason := MODES[mode].refusal(p):
+        return reason
+    memory = MODES[mode].copies(p)[0] // 2
+    if p.pass_ == "fwd" and memory > gpu.cache_bytes:
+        return f"a forward's copies of {memory / 1e6:.3g} MB would not stay in the second-level cache"
+    return None
 
 
 def choose(q: Problem, gpu: Gpu) -> Inner | str:
     """The choice for a rearranged problem, or the sentence why there is none."""
-    inner: Any = gather if q.pass_ == "grad-input" else wgrad
-    found = [inner.candidate(q, gpu)]
-    if q.pass_ == "grad-input":
-        found.append(pixels.choose("implicit", q, gpu))
+    inner: tuple[Any, ...] = (wgrad,) if q.pass_ == "grad-weight" else (gather, pixels)
+    found = [one.candidate(q, gpu) for one in inner]
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
     return min(choices, key=weighed) if choices else str(found[0])
 

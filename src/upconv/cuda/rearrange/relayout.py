@@ -1,13 +1,13 @@
-"""Gradients by the kernels for channels_last tensors, on copies. The copying kernels are ``relayout.cu``.
+"""Passes by the kernels for channels_last tensors, on copies. The copying kernels are ``relayout.cu``.
 
 Where a stride is wide, NCHW rows are turned to rows of channels in shared memory for few products; where they are
-shorter than 16 bytes, no box brings them. Then it is cheaper to turn a tensor once: a copy of the source, the
-channels_last kernel, and for the gradient for the input a copy of its result.
+shorter than 16 bytes, no box brings them; and small images leave most of a tile of NCHW rows empty. Then it is cheaper
+to turn a tensor once: a copy of the source, the channels_last kernel, and but for the weight a copy of its result.
 
 Nor do boxes bring pixels whose channels are no whole 16 bytes. For the weight such tensors are copied, in either memory
 format, into pixels of some channels more, which are zeros.
 
-The copies take as much memory as the tensors, while the gradient is computed. cuDNN's kernels for these layers do too
+The copies take as much memory as the tensors, while the pass is computed. cuDNN's kernels for these layers do too
 (docs/experiments.md).
 """
 
@@ -18,10 +18,16 @@ import math
 from upconv.cuda.compile import jit
 from upconv.cuda.launches import THREADS, Given, Launch, Operand, Pointer, Scratch, Unit, ints
 from upconv.cuda.rearrange.around import Around
-from upconv.problem import Problem
+from upconv.problem import Pass, Problem
 
 _TILE = {2: 16384, 4: 4096}
 """Elements that a block copies, by their bytes."""
+_OPERANDS: dict[Pass, tuple[str, str]] = {
+    "fwd": ("source", "result"),
+    "grad-input": ("result", "source"),
+    "grad-weight": ("input", "gradient"),
+}
+"""What the input's side and the output's are to a pass."""
 _SMALL = 64  # pixels of an image, up to which a block copies those of several; each number of them is a kernel
 _MANY_TAPS = 256  # from which on the model of the weight's gradient is far too low
 
@@ -32,9 +38,9 @@ def rearranged(p: Problem) -> Problem:
 
 
 def around(p: Problem, given: Given) -> Around:
-    """Copies of both tensors; behind the inner kernel one of the input's gradient back."""
+    """Copies of both tensors; behind the inner kernel one of its result back, but for the weight's gradient."""
     ahead, behind, names, q = list[Launch](), list[Launch](), dict[Operand, Scratch](), rearranged(p)
-    for output, name in enumerate(("input", "gradient") if p.pass_ == "grad-weight" else ("result", "source")):
+    for output, name in enumerate(_OPERANDS[p.pass_]):
         if not copied(p, bool(output)):
             continue
         shape = q.output_shape if output else q.input_shape
@@ -123,7 +129,7 @@ def copies(p: Problem) -> tuple[int, int]:
 
 
 def refusal(p: Problem) -> str | None:
-    """Why a gradient is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
+    """Why a pass is not computed on copies, whatever that would cost, in a sentence; None when it may be."""
     each = 16 // p.dtype.itemsize
     widened = p.in_channels % each or p.out_channels % each
     if p.layout != "nchw" and (p.pass_ != "grad-weight" or not widened):
@@ -139,8 +145,8 @@ def refusal(p: Problem) -> str | None:
     if p.layout != "nchw" and units >= 2**31 - THREADS:
         return "a tensor of nearly 2^31 units of 16 bytes and more is not copied into wider pixels"
     apart = (s // math.gcd(s, d) for s, d in zip(p.stride, p.dilation))  # taps of different phases
-    if p.pass_ == "grad-input" and all(k <= n for k, n in zip(p.kernel, apart)):
-        return "taps that do not overlap read every output once in either memory format"
+    if p.pass_ != "grad-weight" and all(k <= n for k, n in zip(p.kernel, apart)):
+        return "taps that do not overlap meet every output once in either memory format"
     if p.pass_ == "grad-weight" and p.groups > 1:
         return "for the weight copies pay without groups alone"
     return None
