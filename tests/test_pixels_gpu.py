@@ -43,7 +43,10 @@ def test_many_tiles_of_a_block_around_short_rings(name: str, precision: Precisio
     """Few blocks: every stage is taken again, by another consumer or by both."""
     mode, p = MANY[name]
     p = p.with_(dtype=DTYPES[precision], precision=precision)
-    for t, blocks in product(short_rings(mode, p, gpu(0), range(stages, 9)), (3, 7)):
+    tiles = list(short_rings(mode, p, gpu(0), range(stages, 9)))
+    if not tiles:
+        pytest.skip("it has no ring so long")
+    for t, blocks in product(tiles, (3, 7)):
         assert_computes(TileChoice(t, p, replace(gpu(0), multiprocessors=blocks), Cost(1e-5)), None, stages)
 
 
