@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -357,21 +357,23 @@ def modes(choice: Any) -> set[tuple[str, str, str]]:
 
 
 def varied(family: str, draws: int, most: int) -> list[tuple[Any, Problem]]:
-    """Few of so many random choices that together have all values of each constant that has up to four.
-
-    That is the cheapest of those with the most that none before has, in turn.
-    """
-    have = [(choice, p, modes(choice)) for choice, p in islice(choices(family), draws)]
+    """Few of so many random choices that together have all values of each constant that has up to four."""
+    have = [
+        ((choice, p), modes(choice), work(getattr(choice, "inner", choice)) / MOST)
+        for choice, p in islice(choices(family), draws)
+    ]
     values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for *_, own in have:
+    for _, own, _ in have:
         for file, name, value in own:
             values[file, name].add(value)
-    left = {(*of, value) for of, every in values.items() if len(every) <= 4 for value in every}
-    found: list[tuple[Any, Problem]] = []
-    while left and len(found) < most:
-        choice, p, own = max(
-            have, key=lambda one: len(one[2] & left) / (1 + work(getattr(one[0], "inner", one[0])) / MOST)
-        )
-        found.append((choice, p))
-        left -= own
+    return covering(have, {(*of, value) for of, every in values.items() if len(every) <= 4 for value in every})[:most]
+
+
+def covering(have: Sequence[tuple[T, set[Any], float]], left: set[Any]) -> list[T]:
+    """Few that together have all that is left: the cheapest of those with the most that none before has, in turn."""
+    found: list[T] = []
+    while left:
+        one, own, _ = max(have, key=lambda each: len(each[1] & left) / (1 + each[2]))
+        found.append(one)
+        left = left - own
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from drawn import covering
 from results import Way
 
 SEEDS = range(2000)
@@ -51,23 +52,17 @@ def modes(case: Case, aspects: Aspects) -> set[tuple[str, Any]]:
 def few(cases: Callable[[int], Iterable[Case]], aspects: Aspects, count: int, first: Iterable[int] = ()) -> list[Case]:
     """Few cases that together have so many modes at least, and all that the layers of the first seeds have.
 
-    That is the cheapest of those with the most modes that none before has, in turn. Where the first seeds' layers have
-    too few modes others are drawn.
+    Where the first seeds' layers have too few modes others are drawn.
     """
-    have: list[tuple[Case, set[tuple[str, Any]]]] = []
+    have: list[tuple[Case, set[tuple[str, Any]], float]] = []
     left = set[tuple[str, Any]]()
     seeds = set(first)
     for seed in chain(first, SEEDS):
         if not seeds and len(left) >= count:
             break
         seeds.discard(seed)
-        new = [(case, modes(case, aspects)) for case in cases(seed)]
+        new = [(case, modes(case, aspects), case.work / 1e7) for case in cases(seed)]
         have += new
-        left = left.union(*(own for _, own in new))
+        left = left.union(*(own for _, own, _ in new))
     assert len(left) >= count, f"{len(left)} modes are left: {sorted(map(str, left))}"
-    found = []
-    while left:
-        case, own = max(have, key=lambda one: len(one[1] & left) / (1 + one[0].work / 1e7))
-        found.append(case)
-        left -= own
-    return found
+    return covering(have, left)
