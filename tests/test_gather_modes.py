@@ -14,7 +14,7 @@ import pytest
 
 from conftest import needs_gxx
 from drawn import FORWARD_LIKE, LAYOUTS, MOST, TENSOR, Layers, gather_work
-from emulator import Emulator, emulator
+from emulator import Emulator
 from modes import Aspects, Case, few, of_cases, only
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
@@ -26,7 +26,6 @@ from upconv.cuda.gpu import H200
 from upconv.problem import Problem
 
 pytestmark = needs_gxx
-__all__ = ["emulator"]
 
 PARTS = 6  # tests that divide the cases
 COUNT = 195

@@ -13,7 +13,7 @@ import torch
 
 from conftest import EVERY, needs_gxx
 from drawn import DTYPES, choices, short_rings
-from emulator import Emulator, emulator
+from emulator import Emulator
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.bench.suites import parse_layer
 from upconv.cuda.axes import any_size
@@ -24,8 +24,6 @@ from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
 from upconv.cuda.pixels.streamed import Pairs
 from upconv.problem import Precision, Problem
-
-__all__ = ["emulator"]
 
 LAST: dict[str, Any] = {"layout": "channels_last"}
 BACK: dict[str, Any] = {"pass_": "grad-input"}

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import needs_gxx
 from drawn import FAMILIES, LAYOUTS, MOST, WGMMA, Layers, wgrad_choice, work
-from emulator import Emulator, emulator
+from emulator import Emulator
 from modes import Aspects, Case, few, of_cases, only
 from results import assert_computes, drawn_way
 from upconv.cuda.gpu import H200, Gpu
@@ -22,7 +22,6 @@ from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Problem
 
 pytestmark = needs_gxx
-__all__ = ["emulator"]
 
 PARTS = 4  # tests that divide the cases
 COUNT = 95
