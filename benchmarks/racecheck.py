@@ -105,9 +105,7 @@ EVERY_LANE = {
     ),
     "wgrad_wgmma.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("if (of.lane == 0) barrier_arrive(block.empty", "barrier_arrive(block.empty"),
-        ("if (i > first && of.lane == 0) barrier_arrive(block.empty", "if (i > first) barrier_arrive(block.empty"),
-        ("barrier_init(empty + 8 * i, C::warpgroups * 4);", "barrier_init(empty + 8 * i, C::warpgroups * 128);"),
+        ("::ARRIVALS, C::warpgroups * 4);", "::ARRIVALS, C::warpgroups * 128);"),
     ),
 }
 
@@ -242,7 +240,7 @@ def run_wgrad(
     ``descriptors``: both operands come by these. ``interleaved``: the taps of an instruction are neighbours in M.
     ``steps``: in two steps, as on a GPU whose blocks do not add up. ``stages``: of the ring, at least.
     """
-    wanted = (t for t in wgrad_search.candidates(p, gpu(0)) if isinstance(t, WarpgroupTiling) and t.adds_up)
+    wanted = (t for t in wgrad_search.candidates(p, gpu(0)) if isinstance(t, WarpgroupTiling))
     wanted = (t for t in wanted if (t.a_shared, t.interleaved) == (descriptors, interleaved))
     tiling = next(t for t in wanted if t.tiles <= 9 and t.stages >= stages)
     prepared = wgrad.Choice(tiling, p, A100 if steps else gpu(0), splits, Cost(1e-5)).prepare(0)

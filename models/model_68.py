@@ -343,6 +343,7 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
+__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
@@ -357,11 +358,11 @@ __device__ __forceinline__ void store_shared_f32x2(u32 a, float v, float w) {
 __device__ __forceinline__ void store_global_if(void* to, u32 v, bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u32 [%0], %1;\n}\n" ::"l"(to), "r"(v), "r"((u32)ok) : "memory");
 }
+__device__ __forceinline__ void store_global_64_if(void* to, const u32 (&v)[4], bool ok) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p st.global.v2.u32 [%0], {%1,%2};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"((u32)ok) : "memory");
+}
 __device__ __forceinline__ void store_global_128_if(void* to, const u32 (&v)[4], bool ok) {
   asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}\n" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"((u32)ok) : "memory");
-}
-__device__ __forceinline__ void store_global_16_if(void* to, u32 v, bool ok) {
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p st.global.u16 [%0], %1;\n}\n" ::"l"(to), "h"((u16)v), "r"((u32)ok) : "memory");
 }
 
 // --- the compiler and registers ---------------------------------------------------------------------------------------
@@ -377,6 +378,12 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
 }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
+// A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).
+__device__ __forceinline__ u32 bits_of(float v) {
+  u32 r;
+  asm("mov.b32 %0, %1;\n" : "=r"(r) : "f"(v));
+  return r;
+}
 // `blockIdx.x`, read again rather than kept.
 __device__ __forceinline__ int block_index() {
   int block;
@@ -412,7 +419,7 @@ template <int P>
 struct NumberOf;
 struct Float32 {
   using Type = float;
-  static constexpr int SIZE = 4;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
@@ -614,17 +621,6 @@ __device__ __forceinline__ void zero(Sums (&sums)[N]) {
   for (int i = 0; i < N; i++) zero(sums[i]);
 }
 
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
-}
-
 // Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
 // (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
 // result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
@@ -660,7 +656,6 @@ using C = C_;
 using Number = NumberOf<C::precision>;
 using Type = typename Number::Type;
 
-static constexpr int ELEMENT = 4;
 static constexpr bool NARROW = false;            // of 16 bits
 static constexpr int VEC = 16 / 4;
 static constexpr int PLACES = C::places;
@@ -1354,38 +1349,167 @@ struct Producer {
   }
 };
 
-// Sweep: a transposed convolution without strides on tensor cores, for few output channels. Pixels are the rows of a matrix
-// instruction (M), output channels its columns (N): a layer of 24 channels multiplies 24 columns, where `gather`, whose rows are
-// output channels, would fill 64 rows with neighbouring slices and multiply their taps' union, of which half is useful.
-//
-// A block walks along D, slice by slice of the input. A slice is multiplied once with the taps of all `slots` kernel slices side by
-// side: columns are [slot][output channel], and slot j has the sums of the output slice j behind the first that this input slice
-// reaches. Behind a slice the first slot's sums are complete; they are stored, and the others move up by one. So every product is
-// useful but at the ends of a walk.
-//
-// `turns`: consumers multiply in turn, so that one stores while the other multiplies. All weights stay. A slice's chunks stay until both have
-// read them. A turn reads all of them, so a ring of fewer stages than chunks would wait for ever; one more lets the next slice begin.
-//
-// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores: so rows of any width fill
-// the instructions. Consumers halve them: `nb` x 64 each.
-//
-// Roles, chunks and how pixels come are `gather`'s (gather_tile.cuh, gather_produce.cuh): NCHW's by way of slots and a pass that turns
-// them, channels-last ones by a box that is the tile. Their results leave as they lie in registers, since a pixel's channels are
-// neighbours there. Weights are B, by descriptor: for a chunk and
-// a tap (of H and W) `b_columns` rows of a chunk's channels, swizzled as pixels are; a ring's stage has `w_stage` steps of K, whole taps.
-//
-// Constants are Sweep's C (cuda/pixels/sweep.py computes them and explains each); sizes of the input are arguments.
+// How `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
 
-// Slices of a block's walks: the first, and from one to the next. K has the tiles.
-template <class K>
-struct SlicesInOrder {
-  using Sizes = typename K::Sizes;
-  __device__ __forceinline__ explicit SlicesInOrder(const Sizes&) {}
-  __device__ __forceinline__ int first(const Sizes& s) const { return blockIdx.x * K::steps_of(s); }
-  __device__ __forceinline__ int next(int index, const Sizes& s) const {
-    int steps = K::steps_of(s);
-    return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
+// Of precision P and COUT channels; a block has COLUMNS. WIDE: lanes store 16 bytes of float32 each.
+template <int P, int COUT, int COLUMNS, bool WIDE>
+struct PixelStores {
+  using Number = NumberOf<P>;
+  // Columns that are stored together, each by a lane of four; of 16 lanes exchange some before.
+  static constexpr int UNIT = WIDE ? 16 : 8;
+  static constexpr int UNITS = COLUMNS / UNIT;
+
+  // Columns from UNIT * i on of a row's sums, of which `left` exist: a thread's are columns 8j + 2t and the next, of pixels g and g + 8
+  // (`eight`) of the warp's 16. More sums may follow those of the columns.
+  template <int SUMS>
+  static __device__ __forceinline__ void store(const float (&sums)[SUMS], int i, int eight, char* pixel, int left, bool there, int lane) {
+    if constexpr (UNIT == 16) store_16(sums, i, eight, pixel, left, there, lane);
+    else store_8(sums, i, eight, pixel, left, there, lane);
   }
+
+private:
+  static __device__ __forceinline__ bool is_there(int column, int left, bool there) { return there && (COUT % COLUMNS == 0 || column < left); }
+  static __device__ __forceinline__ u32 from_neighbour(u32 v) { return __shfl_xor_sync(0xffffffffu, v, 1); }
+
+  // Lanes exchange with a neighbour, so that an even one stores four of columns 16i and on, an odd one of 16i + 8 and on.
+  template <int SUMS>
+  static __device__ __forceinline__ void store_16(const float (&sums)[SUMS], int i, int eight, char* pixel, int left, bool there, int lane) {
+    const int odd = lane & 1, column = 16 * i + (lane & 2) * 2 + odd * 8;
+    const bool one = is_there(column, left, there);
+    const float *low_sums = sums + 8 * i + 2 * eight, *high_sums = low_sums + 4;
+    u32 v[4];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      u32 low = bits_of(low_sums[k]), high = bits_of(high_sums[k]);
+      u32 other = from_neighbour(odd ? low : high);
+      v[k] = odd ? other : low, v[2 + k] = odd ? high : other;
+    }
+    store_global_128_if(pixel + column * 4, v, one);
+  }
+
+  template <int SUMS>
+  static __device__ __forceinline__ void store_8(const float (&sums)[SUMS], int i, int eight, char* pixel, int left, bool there, int lane) {
+    const int column = 8 * i + (lane & 3) * 2;
+    const float* own = sums + 4 * i + 2 * eight;
+    char* to = pixel + column * 4;
+    const bool one = is_there(column, left, there), two = there && column + 1 < left;
+    const u32 v[4] = {bits_of(own[0]), bits_of(own[1])};
+    if constexpr (COUT % 2 == 0) {
+      store_global_64_if(to, v, one);
+    } else {
+      store_global_if(to, v[0], one);
+      store_global_if(to + 4, v[1], two);
+    }
+  }
+};
+
+// What modes of `pixels` share: a block's roles, its loops over tiles and over stages of a ring, and fragments of A from shared memory.
+//
+// A mode M is a template over its constants C. It has
+//   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
+//   PRODUCERS, RINGS   of a block: its warpgroups, and rings, of which each consumer may have its own
+//   FILLERS, READERS   of a stage: arrivals when it is full, and consumers that read it
+//   first_tile, next_tile  of a block
+//   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
+//   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
+// If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
+// Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
+
+struct Steps { int first, end; };                       // of a tile, a stage each
+
+// What a launch gives.
+template <class M>
+struct Work {
+  const char* packed;
+  const typename M::Type* bias;
+  char* y;
+  const typename M::Sizes& sizes;
+  const typename M::Maps& maps;
+  u32 memory;
+};
+
+template <class M>
+__device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader loader, int consumer = 0) {
+  const typename M::Ring ring = M::ring_of(work.memory, consumer);
+  typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
+#pragma unroll 1
+  for (int tile = M::first_tile(consumer, work.sizes); tile < work.sizes.tiles; tile = M::next_tile(tile, work.sizes)) {
+    const Steps steps = loader.begin(tile);
+#pragma unroll 1
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
+      ring.wait_empty(cursor);
+      loader.load(step, ring.stage(cursor), ring.full(cursor));
+    }
+  }
+}
+
+template <class M>
+__device__ __forceinline__ void consume(const Work<M>& work, const typename M::Ring& ring, int wg, int thread) {
+  typename M::Ring::Cursor cursor = {0, 0};
+  typename M::Consumer consumer(work, wg, thread);
+  typename M::Sums sums;
+#pragma unroll 1
+  for (int tile = M::first_tile(wg, work.sizes); tile < work.sizes.tiles; tile = M::next_tile(tile, work.sizes)) {
+    const Steps steps = consumer.steps(tile);
+    consumer.begin(sums, tile);
+    u32 held = 0;                                       // the stage that instructions under way read
+#pragma unroll 1
+    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
+      const auto at = consumer.at(ring.stage(cursor));
+      ring.wait_full(cursor);
+      consumer.multiply(sums, at, held);
+      held = ring.empty(cursor);
+    }
+    wgmma_wait<0>();
+    give_back(held, thread & 31);
+    consumer.store(sums, tile);
+  }
+}
+
+template <class M>
+__device__ __forceinline__ void run(const Work<M>& work) {
+  const typename M::Ring ring = M::ring_of(work.memory, 0);
+  run_block<2, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
+      [&] {
+        M::ring_of(work.memory, 0).init(M::PRODUCER_WARPS, 4 * M::CONSUMERS);
+        M::init(work.memory);
+      },
+      [&] { M::produce(work); },
+      [&](int wg, int thread) { consume<M>(work, ring, wg, thread); });
+}
+
+// =====================================================================================================================
+// Fragments of A from shared memory; rows of weights have 128 bytes of K
+// =====================================================================================================================
+
+// The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
+// that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.
+template <int P>
+__device__ __forceinline__ constexpr int channel_at(int k) { return k / 8 * 8 + k % 4 * 2 + k / 4 % 2; }
+
+// Sweep: a 3-D transposed convolution without strides, of few output channels. Positions are rows of M, output channels are columns:
+//
+//   out[first + slot][position][channel] += sum over k of in[d][position + tap][k] weight[slot][tap][k][channel]
+//
+// A block goes along D, slice by slice of the input. A slice is multiplied once, with the taps of all `slots` kernel slices side by side: slot j
+// has the sums of the output slice j behind the first that this input slice reaches. Then the first slot's sums are complete. They are stored, and
+// the others move up by one. So every product is useful but at the ends of such a walk.
+//
+// M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores. Consumers halve them: `nb` x 64 each.
+// `turns`: they multiply in turn, so that one stores while the other multiplies. All weights stay then, and so do a slice's chunks until both have
+// read them: a ring of fewer stages than chunks would wait for ever, and one more lets the next slice begin.
+//
+// Chunks, and how pixels come, are `gather`'s (gather_tile.cuh, gather_produce.cuh): in NCHW by way of slots and a pass that turns them, in
+// channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
+// swizzled as pixels are. A stage of their ring has `w_stage` steps of K, whole taps.
+
+// A kernel K's tiles as `gather` asks for them.
+template <class K>
+struct InOrder {
+  using Sizes = typename K::Sizes;
+  __device__ __forceinline__ explicit InOrder(const Sizes&) {}
+  __device__ __forceinline__ int first(const Sizes& s) const { return K::first_tile(0, s); }
+  __device__ __forceinline__ int next(int tile, const Sizes& s) const { return K::next_tile(tile, s); }
   __device__ __forceinline__ void end() {}
 };
 
@@ -1396,12 +1520,14 @@ using T = PixelTile<C>;
 using Number = NumberOf<C::precision>;
 using Type = typename Number::Type;
 using Sizes = typename T::Sizes;
+using Maps = typename T::template TensorMapsAnd<0>;
 
 static constexpr int ELEMENT = 4, VEC = T::VEC, ROW_BYTES = T::ROW_BYTES, K_STEPS = T::K_STEPS, PITCH = T::PITCH, CHUNKS = T::CHUNKS;
 static constexpr int CONSUMERS = T::CONSUMERS, PRODUCER_WARPS = T::PRODUCER_WARPS;
+static constexpr int NB = C::nb;
 static constexpr int STEP_BYTES = C::b_columns * 32;    // of weights, of a step of K
 static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-row pair
-static constexpr int SUMS = C::slots * SLOT_SUMS;
+using Sums = float[NB][C::slots * SLOT_SUMS];
 static constexpr int POSITIONS = C::nb * 64;               // M-rows of a consumer
 
 // A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
@@ -1411,13 +1537,25 @@ static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that 
 static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
 static constexpr int BUFFER_BYTES = 8 * CHANNEL_PITCH;
 
-using Pixels = RingOf<C::stages_p, T::STAGE_BYTES>;
+using Ring = RingOf<C::stages_p, T::STAGE_BYTES>;        // of pixels
 using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
 using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
-static constexpr int RING_AT = Pixels::BYTES;
-static constexpr int SLOTS_AT = RING_AT + Weights::BYTES;
+static constexpr int WEIGHTS_AT = Ring::BYTES;
+static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
 static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+
+// As pixels.cuh asks: each consumer has a part of every tile, and behind a chunk the one before is given back.
+static constexpr int PRODUCERS = 2, FILLERS = PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
+static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + BARRIERS_AT); }
+static __device__ __forceinline__ Weights weights_of(u32 memory) { return Weights::at(memory + WEIGHTS_AT, memory + BARRIERS_AT + Ring::BARRIER_BYTES); }
+static __device__ __forceinline__ Slots slots_of(u32 memory) {
+  return Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Ring::BARRIER_BYTES + Weights::BARRIER_BYTES);
+}
+static __device__ __forceinline__ void init(u32 memory) {
+  weights_of(memory).init(1, CONSUMERS * 4);
+  slots_of(memory).init(1, PRODUCER_WARPS);
+}
 
 struct Tile {
   int group;                                           // 0
@@ -1428,6 +1566,13 @@ struct Tile {
 // Slices of a walk, and the output's of a segment.
 static __device__ __forceinline__ int segment_of(const Sizes& s) { return (s.out_d + s.tiles_d - 1) / s.tiles_d; }
 static __device__ __forceinline__ int steps_of(const Sizes& s) { return segment_of(s) + C::slots - 1; }
+
+// A block's walks, slice by slice.
+static __device__ __forceinline__ int first_tile(int, const Sizes& s) { return blockIdx.x * steps_of(s); }
+static __device__ __forceinline__ int next_tile(int index, const Sizes& s) {
+  int steps = steps_of(s);
+  return (index + 1) % steps ? index + 1 : index + 1 + (gridDim.x - 1) * steps;
+}
 
 static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
@@ -1442,7 +1587,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
 }
 
 // Who brings pixels goes by these (gather_walk.cuh). Of slices that the input has not nothing is loaded.
-using Order = SlicesInOrder<Sweep>;
+using Order = InOrder<Sweep>;
 using LoaderOrder = Order;
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
 
@@ -1467,13 +1612,12 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: streams every slice's weights through the ring, chunk by chunk; those that stay it loads once.
+// One thread: every slice's weights go through the ring, chunk by chunk; those that stay are loaded once.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
-  const Order order(s);
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+  for (int index = first_tile(0, s); index < s.tiles; index = next_tile(index, s)) {
     int chunks = end_chunk(tile_at(index, s), s);
     const char* from = packed;
 #pragma unroll 1
@@ -1493,174 +1637,197 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
 // Consumers
 // =====================================================================================================================
 
-struct Reader {                                        // of the weights' ring
-  Weights ring;
-  typename Weights::Cursor cursor;                     // the stage to be waited for next
-  u32 held;                                            // the barrier of the stage that instructions still read; 0: none
-  u32 behind;                                          // of the pixels' chunk likewise
-};
+struct Consumer {
+  const Work<Sweep>& work;
+  int wg, thread;
+  Weights ring;                                         // of weights
+  typename Weights::Cursor cursor;                      // the stage to be waited for next
+  u32 read;                                             // the barrier of the stage that instructions still read; 0: none
+  Tile t;
 
-// acc += pixels x weights of a chunk; `start`: of the consumer's pixels, as descriptors have it. Instructions are queued up to two stages
-// of the ring ahead; what the stage before the last read is given back.
-static __device__ __forceinline__ void multiply_chunk(float (&acc)[C::nb][SUMS], u32 start, Reader& weights, int lane) {
-  u32 at = 0, barrier = 0;
-#pragma unroll
-  for (int i = 0; i < C::tap_entries; i++) {
-    if (i % C::w_stage == 0) {
-      barrier_wait(weights.ring.full(weights.cursor), weights.cursor.parity);
-      at = uniform(weights.ring.stage(weights.cursor) >> 4 | 1u << 16);
-      barrier = weights.ring.empty(weights.cursor);
-      weights.cursor.next();
-      wgmma_fence();
-    }
-#pragma unroll
-    for (int nb = 0; nb < C::nb; nb++) {
-      u64 a = ROWS_OF<ROW_BYTES> | (start + (value_at<C::tap_rows>(i) + nb * 64) * (ROW_BYTES / 16));
-      u64 b = ROWS_OF<ROW_BYTES> | (at + i % C::w_stage * (STEP_BYTES / 16));
-      WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
-    }
-    if ((i + 1) % C::w_stage == 0 || i + 1 == C::tap_entries) {
-      wgmma_commit();
-      wgmma_wait<1>();
-      __syncwarp();
-      leave(weights.held, lane);
-      if (i < C::w_stage) leave(weights.behind, lane);
-      weights.held = barrier;
-    }
-  }
-}
-
-// NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in elements,
-// of which only the place in a unit counts.
-static __device__ __forceinline__ void fill_buffer(
-    const float (&acc)[C::nb][SUMS], int j, const Type* __restrict__ bias, const Sizes& s, u32 begin, u32 apart, u32 buffer, int first, int thread) {
-  int lane = thread & 31, channel = (lane & 3) * 2, top = first / PITCH;
-  u32 column = buffer + channel * CHANNEL_PITCH;
-  float b[2];
-#pragma unroll
-  for (int c = 0; c < 2; c++) b[c] = bias ? Number::value(bias[8 * j + channel + c]) : 0.f;
-#pragma unroll
-  for (int nb = 0; nb < C::nb; nb++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      int position = first + nb * 64 + (thread >> 5) * 16 + (lane >> 2) + h * 8, row = position / PITCH, w = position - row * PITCH;
-      u32 place = column + (row - top) * (LINE_UNITS * 16) + w * 4;
-      u32 phase = begin + row * s.out_w + (8 * j + channel) * apart;  // where the row begins
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * 4;
-        float v = acc[nb][4 * j + 2 * h + c] + b[c];
-        if (w < C::tile_w) store_shared_f32(to, v);
-      }
-    }
-}
-
-// The sums of the first slot, an output slice's, of the consumer's positions.
-static __device__ __forceinline__ void store_rows(
-    const float (&acc)[C::nb][SUMS], const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, int od, u32 buffer, int wg, int thread) {
-  int first = wg * POSITIONS, top = first / PITCH;
-  long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
-  int columns = s.out_w - t.w < C::tile_w ? s.out_w - t.w : C::tile_w, rows = s.out_h - t.h < C::tile_h ? s.out_h - t.h : C::tile_h;
-  y += t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
-#pragma unroll
-  for (int j = 0; j < C::slot_columns / 8; j++) {
-    OPAQUE(thread);                                     // what follows from it is found here, not kept (spills)
-    named_sync(2 + wg, 128);                            // everyone has read what was there before
-    fill_buffer(acc, j, bias, s, (u32)(u64)y / 4, (u32)plane / 4, buffer, first, thread);
-    named_sync(2 + wg, 128);
-#pragma unroll 2  // more of them spill
-    for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
-      int index = thread + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = top + line / 8;
-      char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * 4;
-      int at = unit * VEC - (int)((u32)(u64)to / 4 % VEC);  // of the unit's first element in the row
-      int low = first - row * PITCH, high = low + POSITIONS;      // what of the row the consumer has
-      low = low > 0 ? low : 0, high = high < columns ? high : columns;
-      bool live = index < 8 * LINES * LINE_UNITS && row < rows;
-      bool whole = live && at >= low && at + VEC <= high;
-      u32 v[4];
-      load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
-      to += at * 4;
-      store_global_128_if(to, v, whole);
-      if (live && !whole && at + VEC > low && at < high) store_some<4>(to, v, at, low, high, true);
-    }
-  }
-}
-
-static __device__ __forceinline__ void consume(
-    const Type* bias, char* y, const Sizes& s, const Pixels& pixels, Reader& weights, u32 buffer, int wg, int thread) {
-  int lane = thread & 31;
-  typename Pixels::Cursor cursor = {0, 0};
+  __device__ __forceinline__ Consumer(const Work<Sweep>& work, int wg, int thread)
+      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {
   // the first turn is warpgroup 0's
-  float acc[C::nb][SUMS];
-  const Order order(s);
-#pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-    Tile t = tile_at(index, s);
-    int chunks = end_chunk(t, s), od = t.d + C::first_slot;
+  }
+
+  __device__ __forceinline__ Steps steps(int index) {
+    t = tile_at(index, work.sizes);
+    return {0, end_chunk(t, work.sizes)};
+  }
+
+  // A walk's first sums are zeros; then each slot has those of the next one.
+  __device__ __forceinline__ void begin(Sums& acc, int) {
+    constexpr int CARRIED = (C::slots - 1) * SLOT_SUMS;
 #pragma unroll
     for (int nb = 0; nb < C::nb; nb++)
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) {
-        const bool carried = i < SUMS - SLOT_SUMS;
-        acc[nb][i] = carried && t.step > 0 ? acc[nb][carried ? i + SLOT_SUMS : i] : 0.f;
+      for (int i = 0; i < CARRIED + SLOT_SUMS; i++) {
+        acc[nb][i] = i < CARRIED && t.step > 0 ? acc[nb][i < CARRIED ? i + SLOT_SUMS : i] : 0.f;
         opaque(acc[nb][i]);
       }
-    weights.held = weights.behind = 0;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      pixels.wait_full(cursor);
-      multiply_chunk(acc, uniform((pixels.stage(cursor) + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16), weights, lane);
-      weights.behind = pixels.empty(cursor);
-    }
-    wgmma_wait<0>();
-    __syncwarp();
-    leave(weights.held, lane);
-    leave(weights.behind, lane);
-    if (t.step >= C::slots - 1 && od < s.out_d) {
-      store_rows(acc, bias, y, s, t, od, buffer, wg, thread);
+    read = 0;
+  }
+
+  // Where the consumer's pixels are, as descriptors have it.
+  __device__ __forceinline__ u32 at(u32 stage) const { return uniform((stage + wg * (POSITIONS * ROW_BYTES)) >> 4 | 1u << 16); }
+
+  // acc += pixels x weights of a chunk. Instructions are queued up to two stages of the weights' ring ahead; what the stage before the last
+  // read is given back, and with the first the pixels' chunk before.
+  __device__ __forceinline__ void multiply(Sums& acc, u32 pixels, u32 held) {
+    const int lane = thread & 31;
+    u32 weights = 0, barrier = 0;
+#pragma unroll
+    for (int i = 0; i < C::tap_entries; i++) {
+      if (i % C::w_stage == 0) {
+        barrier_wait(ring.full(cursor), cursor.parity);
+        weights = uniform(ring.stage(cursor) >> 4 | 1u << 16);
+        barrier = ring.empty(cursor);
+        cursor.next();
+        wgmma_fence();
+      }
+#pragma unroll
+      for (int nb = 0; nb < C::nb; nb++) {
+        u64 a = ROWS_OF<ROW_BYTES> | (pixels + (value_at<C::tap_rows>(i) + nb * 64) * (ROW_BYTES / 16));
+        u64 b = ROWS_OF<ROW_BYTES> | (weights + i % C::w_stage * (STEP_BYTES / 16));
+        WgmmaOf<C::b_columns>::template multiply<C::precision, false, false, true>(acc[nb], a, b);
+      }
+      if ((i + 1) % C::w_stage == 0 || i + 1 == C::tap_entries) {
+        wgmma_commit();
+        wgmma_wait<1>();
+        give_back(read, lane);
+        if (i < C::w_stage) leave(held, lane);
+        read = barrier;
+      }
     }
   }
-}
 
-// =====================================================================================================================
+  __device__ __forceinline__ void store(const Sums& acc, int) const {
+    give_back(read, thread & 31);
+    const int od = t.d + C::first_slot;
+    if (t.step < C::slots - 1 || od >= work.sizes.out_d) return;
+    store_rows(acc, od);
+  }
 
-using TensorMaps = typename T::template TensorMapsAnd<0>;
+  // Where a thread's sum of M-rows 64 `nb` and behind is in the tile; `eight`: the one eight rows further.
+  __device__ __forceinline__ int position(int nb, int eight, int thread) const {
+    return wg * POSITIONS + nb * 64 + (thread >> 5) * 16 + (thread >> 2) % 8 + eight * 8;
+  }
 
-static __device__ __forceinline__ void run(const char* x, const char* packed, const Type* bias, char* y, const Sizes& s, const TensorMaps& maps, u32 memory) {
-  const Pixels pixels = Pixels::at(memory, memory + BARRIERS_AT);
-  const Weights ring = Weights::at(memory + RING_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES);
-  const Slots slots = Slots::at(memory + SLOTS_AT, memory + BARRIERS_AT + Pixels::BARRIER_BYTES + Weights::BARRIER_BYTES);
-  run_block<2, CONSUMERS, C::producer_registers, C::consumer_registers>(
-      [&] {
-        pixels.init(PRODUCER_WARPS, CONSUMERS * 4);
-        ring.init(1, CONSUMERS * 4);
-        slots.init(1, PRODUCER_WARPS);
-      },
-      [&] {
-        int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-        if (warp < PRODUCER_WARPS) {
-          const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
-          Producer<Sweep>::produce(x, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
-        } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
-          load_boxes<Sweep>(maps, s, slots.stages, slots.full_at, slots.empty_at);
-        } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
-          stream_weights(packed, s, ring);
+  __device__ __forceinline__ float bias_of(int channel) const {
+    return work.bias ? Number::value(work.bias[channel]) : 0.f;
+  }
+
+  // Channels-last: the sums of the first slot, those of output slice `od`.
+  __device__ __forceinline__ void store_pixels(const Sums& acc, int od) const {
+    using Stores = PixelStores<C::precision, C::cout, C::slot_columns, C::wide_stores>;
+    constexpr int PIXEL = C::cout * 4;
+    const Sizes& s = work.sizes;
+    float b[SLOT_SUMS / 2];                             // not what sums begin with: ptxas would serialise some kernels (C7515)
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + (thread & 3) * 2 + i % 2);
+    char* const y = work.y + (((long long)t.n * s.out_d + od) * s.out_h + t.h) * s.out_w * PIXEL + (long long)t.w * PIXEL;
+#pragma unroll
+    for (int nb = 0; nb < C::nb; nb++) {
+      float sums[SLOT_SUMS];
+#pragma unroll
+      for (int i = 0; i < SLOT_SUMS; i++) sums[i] = acc[nb][i] + b[i / 4 * 2 + i % 2];
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++) {
+        int at = position(nb, eight, thread), row = at / PITCH, w = at - row * PITCH;
+        bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
+        char* pixel = y + ((long long)row * s.out_w + w) * PIXEL;
+#pragma unroll
+        for (int i = 0; i < Stores::UNITS; i++) Stores::store(sums, i, eight, pixel, C::cout, there, thread & 31);
+      }
+    }
+  }
+
+  // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in
+  // elements, of which only the place in a unit counts.
+  __device__ __forceinline__ void fill_buffer(const Sums& acc, int j, u32 begin, u32 apart, u32 buffer, int thread) const {
+    const int channel = (thread & 3) * 2, top = wg * POSITIONS / PITCH;
+    const float b[2] = {bias_of(8 * j + channel), bias_of(8 * j + channel + 1)};
+#pragma unroll
+    for (int nb = 0; nb < C::nb; nb++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        int at = position(nb, h, thread), row = at / PITCH, w = at - row * PITCH;
+        u32 place = buffer + channel * CHANNEL_PITCH + (row - top) * (LINE_UNITS * 16) + w * 4;
+        u32 phase = begin + row * work.sizes.out_w + (8 * j + channel) * apart;  // where the row begins
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * 4;
+          const u32 v = Number::bits(acc[nb][4 * j + 2 * h + c] + b[c]);
+          if (w >= C::tile_w) continue;
+          store_shared_u32(to, v);
         }
-      },
-      [&](int consumer, int thread) {
-        Reader weights = {ring, {0, 0}, 0, 0};
-        consume(bias, y, s, pixels, weights, memory + BUFFERS_AT + consumer * BUFFER_BYTES, consumer, thread);
-      });
+      }
+  }
+
+  // NCHW: the same of 8 channels at a time, by way of the consumer's buffer.
+  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
+    const Sizes& s = work.sizes;
+    const u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
+    const long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
+    const int first = wg * POSITIONS, columns = min(s.out_w - t.w, C::tile_w), rows = min(s.out_h - t.h, C::tile_h);
+    char* const y = work.y + t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
+    int own = thread;
+#pragma unroll
+    for (int j = 0; j < C::slot_columns / 8; j++) {
+      OPAQUE(own);                                      // what follows from it is found here, not kept (spills)
+      named_sync(2 + wg, 128);                          // everyone has read what was there before
+      fill_buffer(acc, j, (u32)(u64)y / 4, (u32)plane / 4, buffer, own);
+      named_sync(2 + wg, 128);
+#pragma unroll 2  // more of them spill
+      for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
+        int index = own + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = first / PITCH + line / 8;
+        char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * 4;
+        int at = unit * VEC - (int)((u32)(u64)to / 4 % VEC);  // of the unit's first element in the row
+        int low = max(first - row * PITCH, 0), high = min(first - row * PITCH + POSITIONS, columns);  // what of the row the consumer has
+        bool live = index < 8 * LINES * LINE_UNITS && row < rows;
+        bool whole = live && at >= low && at + VEC <= high;
+        u32 v[4];
+        load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
+        to += at * 4;
+        store_global_128_if(to, v, whole);
+        if (live && !whole && at + VEC > low && at < high) store_some(to, v, at, low, high);
+      }
+    }
+  }
+
+  // Of a unit, from a row's element `at` on, those from `low` to `high`.
+  static __device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high) {
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+      const bool ok = at + e >= low && at + e < high;
+      store_global_if(to + e * 4, v[e], ok);
+    }
+  }
+};
+
+static __device__ __forceinline__ void produce(const Work<Sweep>& work) {
+  const int warp = uniform(threadIdx.x >> 5);
+  const Sizes& s = work.sizes;
+  const Ring pixels = ring_of(work.memory, 0);
+  const Slots slots = slots_of(work.memory);
+  if (warp < PRODUCER_WARPS) {
+    const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
+    Producer<Sweep>::produce(nullptr, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+  } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
+    load_boxes<Sweep>(work.maps, s, slots.stages, slots.full_at, slots.empty_at);
+  } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
+    stream_weights(work.packed, s, weights_of(work.memory));
+  }
 }
 };
 
 template <class M>
 __global__ void __launch_bounds__(M::THREADS, 1)
-sweep(const char* __restrict__ x, const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y,
-      int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
-      const __grid_constant__ typename M::TensorMaps maps) {
+sweep(const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y, int batch, int in_d, int in_h, int in_w,
+      int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles, const __grid_constant__ typename M::Maps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  M::run(x, packed, bias, y, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, maps, shared_address(memory));
+  const typename M::Sizes sizes = {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles};
+  run<M>({packed, bias, y, sizes, maps, shared_address(memory)});
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -1674,8 +1841,7 @@ struct WgradShape {
 using C = C_;
 using Number = NumberOf<C::precision>;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int SET_TAPS = C::taps_d * C::taps_h;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
@@ -1685,11 +1851,10 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_d * X_ROWS_H;
+static constexpr int Q_ROWS = C::tile_d * C::tile_h;
 static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
 static constexpr int G_ROWS = C::g_rows_d * CLASS_ROWS;
-static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * ELEMENT;
+static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1730,8 +1895,9 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
+static __device__ __forceinline__ Rows q_row(int r) { return {r / (C::tile_d * C::tile_h), r / C::tile_h % C::tile_d, r % C::tile_h}; }
 };
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
@@ -1741,7 +1907,6 @@ template <class C_>
 struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
-static constexpr int SIZE = S::ELEMENT;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
@@ -1749,19 +1914,19 @@ static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
 static constexpr int OF_UNIT = C::taps_h;          // taps of a unit
-static constexpr int UNITS = C::entries / C::taps_h;                  // of a warpgroup
 static constexpr int SET_UNITS = S::SET_TAPS / C::taps_h;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int BOX_BYTES = PIXELS * C::block_ci * SIZE;
+static constexpr int PIXELS = S::Q_ROWS / C::tile_h * (C::tile_h + C::stack - 1) * C::tile_w;  // `stack` rows may meet a row of g
+static constexpr int BOX_BYTES = PIXELS * C::block_ci * 4;
 static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
 static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
 static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
+static constexpr int G_ROW_BYTES = C::block_co * C::g_pitch * 4;  // of a box
 static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
@@ -1772,77 +1937,48 @@ static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixe
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
+// Of a row along H and a channel: the place of their class in the list of maps, and the elements by which the class's rows begin early.
+struct Class { int index, lead; };
+static __device__ __forceinline__ Class class_of(int row, int channel, const typename S::Sizes& s) {
+  const u32 begins = (u32)0 * s.out_d * s.out_h * s.out_w + (u32)0 * s.out_w;
+  return {0, (int)(begins & (S::VEC - 1))};
+}
+
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
+// A matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types. Steps are unrolled in parts, which differ by an
+// offset: some whole rows of positions or a part of one; stacked some columns of all rows.
+static constexpr int OF_ROW = C::tile_w * 4 / 32;
+static constexpr int PARTS = S::Q_ROWS * C::tile_w * 4 / 32 / C::unrolled;
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
-static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+// Where 32 bytes of pixels lie in x's tile. Bits of the number choose rows, segments and what lies in them: sums are of numbers as of places.
+static __device__ __forceinline__ u32 x_pixels_at(int i) {
+  const int line = i / (C::line_bytes / 32), within = i % (C::line_bytes / 32) * 32;
   return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
+}
+// Where step `k_step` begins there. Between slices are rows of a halo.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  return x_pixels_at(k_step + k_step / (C::tile_h * OF_ROW) * ((C::stack - 1) * OF_ROW));
 }
 
 struct TensorMaps { TensorMap of[1 + C::row_classes]; };   // of x, and of g
 };
 
-// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
-
-// =====================================================================================================================
-// Boxes
-// =====================================================================================================================
-
-template <class T>
-struct WgradBoxes {
-using C = typename T::C;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
-
-// --- x ---
-
-// A chunk, from its input channel `channel` on.
-static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-  {
-    int w = (c.w);
-    load_box(to, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
-  }
-}
-
-// --- g: from its place `at` and output channel `channel` on ---
-
-static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-}
-
-// --- a chunk ---
-
-static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
-
-static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::BOX_BYTES, barrier);
-}
-};
-
-// =====================================================================================================================
-// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
-// =====================================================================================================================
+// The warpgroup that brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: one thread asks for boxes; all threads turn x's
+// pixels, or copy rows of g that boxes cannot bring (wgrad.cuh).
 
 // A block's share of the work, and where its ring is.
 template <class T>
 struct WgradBlock {
+  using Ring = RingOf<T::C::stages, T::STAGE_BYTES>;
   const typename T::TensorMaps& maps;
   const char* g;
   typename T::Sizes s;
   typename T::Work work;
-  int split;
+  int begin, end;                          // its chunks
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
-
-  __device__ __forceinline__ int begin() const { return split * s.per_split; }
-  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+  Ring ring;
+  u32 raw_full;                            // a barrier: of x's pixels before they are turned
 };
 
 template <class T>
@@ -1850,19 +1986,45 @@ struct WgradProducer {
 using C = typename T::C;
 using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
-using Boxes = WgradBoxes<T>;
+
+// --- boxes ---
+
+static __device__ __forceinline__ void load_x(const Block& block, const Chunk& c, u32 to, u32 barrier) {
+  const int channel = block.work.group * C::cin + block.work.ci;
+  {
+    int w = (c.w);
+    load_box(to, block.maps.of[0], w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
+  }
+}
+
+// g's tile, which begins `at`. Gapless: a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's
+// pixels for it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
+static __device__ __forceinline__ void load_g(const Block& block, const Chunk& at, u32 to, u32 barrier) {
+  const TensorMap* maps = block.maps.of + 1;
+  const int channel = block.work.group * C::cout + block.work.co;
+  {
+    const int row = at.h, of = channel;  // of the class in this chunk
+    const typename T::Class c = T::class_of(row, of, block.s);
+    const int first = at.w + c.lead;
+    load_box(to, maps[c.index], first - (first & (T::VEC - 1)), of, row, at.d, at.n, barrier);
+  }
+}
+
+// --- all threads ---
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
   if (thread > 0) return;
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
-  const int end = block.end();
 #pragma unroll 1
-  for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const Chunk c = T::chunk_at(i, block.s);
-    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    const u32 barrier = block.full + cursor.stage * 8;
-    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const Chunk c = T::chunk_at(i, block.s), at = T::in_g(c, block.work);
+    const u32 tile = block.ring.stage(cursor), full = block.ring.full(cursor);
+    block.ring.wait_empty(cursor);
+    if (thread == 0) {
+      expect_bytes(full, T::BOX_BYTES + T::G_BYTES);
+      load_x(block, c, tile, full);
+      load_g(block, at, tile + T::BOX_BYTES, full);
+    }
     ;
   }
 }
@@ -1870,31 +2032,33 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
-// What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>
-struct WgradView {
+struct WgradMultiply {
 using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Rows = typename T::Rows;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[C::units];
+
+// =====================================================================================================================
+// What a thread has of M, and of g's tile
+// =====================================================================================================================
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
-struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+struct Lane { int lane, row, q, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
-  Lane of;
-  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
-  of.warp = thread >> 5, of.row = of.lane >> 2;
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2;
+  const int wg_units = wg;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-  of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-  of.first_unit = (wg + of.warp * 16 / 64);
-  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
-  return of;
+  warp = __shfl_sync(0xffffffffu, warp, 0);
+  return {lane, row, lane & 3, wg_units + warp * 16 / 64, warp * 16 % 64};
 }
 
-// A lane's view of its taps; the same for all chunks.
+// A lane's taps, the same for all chunks.
 struct Taps {
-  int at[T::UNITS];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
-  u32 line[T::UNITS];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[C::units];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[C::units];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
@@ -1905,71 +2069,64 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
-// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
-struct Half {
-  int row, column;
-  Rows memory;
-};
-struct Step { Half half[2]; };
-
-// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
-static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * C::g_rows_d + q.d) * T::CLASS_ROWS + q.h;
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
+static __device__ __forceinline__ int lane_first(const Lane& of) {
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / 4) + channel % C::block_co * C::g_pitch + (of.q);
+  }
 }
-
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {tile_row({n, d, 0}) + r,
-                    (8 * column + 4 * k), {n, d, r}};
-  return step;
-}
-
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[C::row_classes]; };
 
 // g's tile of a chunk, as a lane sees it from `lane_at` on.
 struct Tile {
   const unsigned char* at;
   const Taps& taps;
   const Sizes& s;
-  Phases phases;
+  u32 phases[C::row_classes];              // NCHW: elements by which rows of a class begin off 16 bytes; copied by threads the first row
   int lane_at;
 };
+
+// =====================================================================================================================
+// Steps of K; constants after unrolling
+// =====================================================================================================================
+
+// A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
+struct Half {
+  int row, column;
+  Rows memory;
 };
+struct Step {
+  Half half[2];
+  u32 x;                                   // where it begins in x's tile
+};
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
+// the rows of g with this remainder by step_h.
+static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
+  k_step = k_step % T::Q_ROWS * T::OF_ROW + k_step / T::Q_ROWS;
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int strip = k_step;
+    const Rows q = T::q_row(strip / (C::tile_w / 8));
+    const int h = q.h + remainder;
+    step.half[k].row = (q.n * C::g_rows_d + q.d) * T::CLASS_ROWS + h;
+    step.half[k].column = (strip % (C::tile_w / 8) * 8 + (4 * k));
+    step.half[k].memory = {q.n, q.d, q.h + remainder};
+  }
+  step.x = T::x_at(k_step);
+  return step;
+}
 
 // =====================================================================================================================
 // The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
 // (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-template <class T>
-struct WgradFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-using Step = typename V::Step;
-using Tile = typename V::Tile;
-
-// Where a lane begins, of channels_last in bytes, of NCHW in elements.
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  {
-    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
-    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q);
-  }
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  load_elements(a, g, u, step);
-}
-
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
-  int at = g.lane_at + g.taps.at[u];
-  return at;
+  const int at = g.lane_at + g.taps.at[u];
+  return at + g.phases[0];
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -1989,35 +2146,22 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     }
   }
 }
-};
 
-template <class T>
-struct WgradUnits {
-  using C = typename T::C;
-  using F = WgradFragments<T>;
-  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+struct RunWords {
+  u32 word[2][2][1];  // of a step's two strips, of rows g and g + 8
   bool odd[2];                             // whether the run begins in the middle of the first
-
-  // The fragment of unit `u`, of units one after the other.
-  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    F::load(a, g, u, step);
-  }
-
 };
+
+// Of units one after the other.
+static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Tile& g, int u, const Step& step) {
+  {
+    load_elements(a, g, u, step);
+  }
+}
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
-
-template <class T>
-struct WgradMultiply {
-using C = typename T::C;
-using F = WgradFragments<T>;
-using Taps = typename F::Taps;
-using Step = typename F::Step;
-using Tile = typename F::Tile;
-using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
-using Sums = UnitSums[T::UNITS];
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }
@@ -2039,39 +2183,55 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
-static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
+// By the rows of x that a row of g with remainder `r` meets, of `x` and those behind it.
+static __device__ __forceinline__ void multiply(UnitSums& acc, int r, const u32 (&a)[4], u32 x) {
+  if (stack_of(r) == C::stack) multiply_by<C::stack>(acc, stack_begin(r), a, x);
 }
 
-// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
-static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
-  units.load(a, g, u, step);
-  wgmma_fence();
-  multiply(acc, first, rows, a, x);
-  wgmma_commit();
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[3][4];
-  WgradUnits<T> units;
-  g.at = tile + T::BOX_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT);
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
+// The unrolled steps of a part of a chunk.
+static __device__ __forceinline__ void multiply_part(Sums& acc, int part, const unsigned char* tile, Tile g) {
+  u32 a[3][4];                  // of the instructions in flight
+  RunWords run;
+  const Step from = step_of(part * C::unrolled);
+  g.at = tile + T::BOX_BYTES + from.half[0].row * T::G_ROW_BYTES;
+  g.lane_at += from.half[0].column;
+  const u32 x = shared_address(tile) + from.x;
 #pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
-#pragma unroll
-    for (int i = 0; i < C::tile_d * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
-      multiply_unit(acc[0], units, a[step++ % 3], g, 0, at, stack_begin(remainder), stack_of(remainder), x);
-      wgmma_wait<3 - 1>();
-    }
+  for (int k = 0; k < C::unrolled; k++)
+    {
+        const Step step = step_of(k, 0);
+        u32 (&fragment)[4] = a[k % 3];
+        load(fragment, run, g, 0, step);
+        wgmma_fence();
+        multiply(acc[0], 0, fragment, x + step.x);
+        wgmma_commit(), wgmma_wait<3 - 1>();  // a fragment's registers are free again
+      }
   wgmma_wait<0>();
 }
 
+// A warpgroup's part of the block's record, in shared memory.
+static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, const Lane& of) {
+#pragma unroll
+  for (int u = 0; u < C::units; u++) {
+    int unit = of.first_unit + u;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < C::taps_h; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = (unit * C::taps_h + i);
+#pragma unroll
+        for (int j = 0; j < C::block_ci / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + 8 * h);
+            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][0][place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
 };
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
@@ -2092,129 +2252,80 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 //
 // K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
 
-// A block's sums as a record, in shared memory and at its place in global memory.
+// What becomes of a block's sums, of which each warpgroup has put its own into shared memory. As a record to global memory.
 // WAITS: until it is there.
 template <class T, bool WAITS = false>
 struct WgradRecord {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
 char* records;
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
-  put_shared(acc, block.base, of);
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
   fence_async_shared();
   named_sync<2, T::CONSUMERS>();           // all have stored theirs
   if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.ring.stages);  // the index is read again: kept, it spills
     bulk_commit();
     if constexpr (WAITS) bulk_wait();
     else bulk_wait_read();                 // the launch's end waits
   }
 }
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u;
-    if (unit >= T::SET_UNITS) continue;
-#pragma unroll
-    for (int i = 0; i < C::taps_h; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = (unit * C::taps_h + i);
-#pragma unroll
-        for (int j = 0; j < C::block_ci / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + 8 * h);
-            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][0][M::place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
-            store_shared_f32(to, sums[0]);
-            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
-  }
-}
 };
 
-template <class C_>
+template <class C>
 struct WgradWgmma {
-using C = C_;
 using T = WgradTile<C>;
-using Number = typename T::Number;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
+using Ring = typename Block::Ring;
 using M = WgradMultiply<T>;
-using F = typename M::F;
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
-  const Sizes& s = block.s;
-  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  g.lane_at += c.w & (T::VEC - 1);
+// A chunk's tile of g, for a lane. NCHW: its rows, 8 channels apart, begin alike.
+static __device__ __forceinline__ typename M::Tile tile_of(const Block& block, int i, const typename M::Lane& of, const typename M::Taps& taps, int lane_first) {
+  typename M::Tile g = {nullptr, taps, block.s, {}, lane_first};
+  const typename T::Sizes& s = block.s;
+  const typename T::Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  const int channel = block.work.group * C::cout + block.work.co;
+  g.phases[0] = (c.w + T::class_of(c.h, channel + (of.channel + of.row) / C::block_co, s).lead) & (T::VEC - 1);
+  return g;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
 template <class E>
 static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
+  const typename M::Lane of = M::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
-  typename F::Taps taps;
-  F::set_tap(taps, 0, of.first_unit, block.s);
-  const int lane_first = F::lane_first(of);
-  const int first = block.begin(), last = block.end();
-  CursorOf<C::stages> cursor = {0, 0};
+  typename M::Taps taps;
+  M::set_tap(taps, 0, of.first_unit, block.s);
+  const int lane_first = M::lane_first(of);
+  typename Ring::Cursor cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg;
   const bool idle = units_before >= T::SET_UNITS;
 #pragma unroll 1
-  for (int i = first; i < last; i++, cursor.next()) {
-    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    begin_rows(g, block, i, of);
-    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const typename M::Tile g = tile_of(block, i, of, taps, lane_first);
+    const unsigned char* stage = block.memory + cursor.stage * T::STAGE_BYTES;
+    block.ring.wait_full(cursor);
 #pragma unroll 1
-    for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
-    __syncwarp();
-    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    for (int part = idle ? T::PARTS : 0; part < T::PARTS; part++) M::multiply_part(acc, part, stage, g);
+    give_back(block.ring.empty(cursor), of.lane);
   }
-  end.put(acc, block, of, wg * 128 + thread);
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  M::store_sums(acc, block.ring.stages, of);
+  end.put(block, wg * 128 + thread);
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
 template <class E>
-static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
-  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  block.split = T::take_work(block.work, blockIdx.x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, C::warpgroups * 4);
-    }
-    barrier_init(last, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<C::producer_registers>();
-    WgradProducer<T>::run(block, thread);
-  } else {
-    more_registers<C::consumer_registers>();
-    consume(end, block, role - 1, thread);
-  }
+static __device__ __forceinline__ void run(const char* g, const E& end, const typename T::Sizes& s, const typename T::TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), barriers = base + T::RAW_AT;
+  Block block = {maps, g, s, {}, 0, 0, memory, Ring::at(base, barriers), barriers + Ring::BARRIER_BYTES};
+  block.begin = T::take_work(block.work, blockIdx.x) * s.per_split;
+  block.end = block.begin + s.per_split < s.chunks ? block.begin + s.per_split : s.chunks;
+  const auto init = [&] {
+    block.ring.init(1, C::warpgroups * 4);
+    barrier_init(block.raw_full, 1);
+  };
+  const auto produce = [&] { WgradProducer<T>::run(block, threadIdx.x & 127); };  // whose loops then have a known length
+  const auto consumer = [&](int wg, int thread) { consume(end, block, wg, thread); };
+  run_block<1, C::warpgroups, C::producer_registers, C::consumer_registers>(init, produce, consumer);
 }
 };
 
@@ -2247,16 +2358,16 @@ struct GradInput {
   static constexpr int tap_rows[25] = {0, 1, 2, 3, 4, 20, 21, 22, 23, 24, 40, 41, 42, 43, 44, 60, 61, 62, 63, 64, 80, 81, 82, 83, 84};
   static constexpr int tap_indices[25] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24};
   static constexpr int stages = 3, stages_w = 4, w_stage = 12;
-  static constexpr bool channels_last = false;
+  static constexpr bool channels_last = false, wide_stores = false;
 };
 
 // --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, tile_n = 1;
-  static constexpr int kernel_d = 3, dilation_d = 1, taps_d = 3, tile_d = 4, kernel_h = 5, step_h = 1, taps_h = 5;
-  static constexpr int tile_h = 2, kernel_w = 5, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2, warpgroups = 3;
-  static constexpr int entries = 5, stages = 2, unrolled = 2, stack = 5, row_classes = 1, line_bytes = 64, segment = 64;
+  static constexpr int kernel_d = 3, dilation_d = 1, taps_d = 3, tile_d = 4, kernel_h = 5, taps_h = 5, tile_h = 2;
+  static constexpr int kernel_w = 5, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2, warpgroups = 3, units = 1;
+  static constexpr int stages = 2, unrolled = 16, stack = 5, row_classes = 1, line_bytes = 64, segment = 64;
   static constexpr int g_width = 32, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
@@ -2351,8 +2462,8 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({614400}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::Sweep<kernels::GradInput>><<<150, 256, 0, stream>>>(of(weight), of(packed), 1);
   kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 224544), stream>>>(
-      of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-      sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
+      of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+      sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{20, 17, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();

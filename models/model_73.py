@@ -22,17 +22,17 @@ Constraints:
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 4 x 32 x 32 x 64 x 128 on an NVIDIA
 H200:
-- forward: pixels as rows, phases: wgmma tf32, 2 tiles of 64 places of a row, 4 x 64 columns, rings of 6 of 8
-  channels, weights resident, 226 KB shared.
+- forward: wgmma tf32, tile 1x1x4x64 (NxDxHxW of q) x 128 rows, chunk of 8 channels, pixels halved, weights ring of
+  6 x 6 fragments, 211 KB shared.
 - gradient for the input: wgmma tf32, tile 1x1x1x64 (NxDxHxW of q) x 64 rows, chunk of 8 channels, in turn, weights
   ring of 6 x 5 fragments, 226 KB shared.
 - gradient for the weight: wgmma of up to 2 rows tf32, 32x16 channels x 3x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 218 KB shared.
 
 A block of the forward:
-  input -> ring of rows of channels -> registers --+
-  weights -> packed -> resident -------------------+-> result
-  Roles: a warp that loads pixels and weights, two warpgroups that multiply, each its own tiles.
+  input -> 3 slots -> turned by 6 warps -> ring of 2 tiles (1 x 4 x 64 pixels, halo, 8 channels) --+
+  weights -> packed -> ring of 6 x 6 fragments ----------------------------------------------------+-> result
+  Roles: six warps that turn, a thread that loads pixels, one that loads weights, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
 """
@@ -329,6 +329,11 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
+  u32 v = 0;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.shared.u32 %0, [%1];\n}\n" : "+r"(v) : "r"(a), "r"((u32)ok) : "memory");
+  return v;
+}
 __device__ __forceinline__ u32 load_shared_u16(u32 a) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(a) : "memory");
@@ -340,7 +345,6 @@ __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
 __device__ __forceinline__ void load_shared_64(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(v[0]), "=r"(v[1]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void store_shared_u16(u32 a, u32 v) { asm volatile("st.shared.u16 [%0], %1;\n" ::"r"(a), "h"((u16)v) : "memory"); }
 __device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
@@ -379,7 +383,6 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
 }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
-#define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))
 // `blockIdx.x`, read again rather than kept.
 __device__ __forceinline__ int block_index() {
   int block;
@@ -406,124 +409,6 @@ __device__ __forceinline__ u32 to_tf32(float v) {
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(N) : "memory"); }
-
-// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
-
-enum Precision { TF32, IEEE, FP16, BF16, FP64 };
-
-template <int P>
-struct NumberOf;
-struct Float32 {
-  using Type = float;
-  static constexpr int SIZE = 4;
-  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
-  static __device__ __forceinline__ float value(float v) { return v; }
-};
-template <> struct NumberOf<TF32> : Float32 {};
-
-// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
-
-constexpr int PACK_THREADS = 256;
-
-// A weight as precision P multiplies it, in the low bits.
-template <int P>
-__device__ __forceinline__ u32 operand(u16 v) { return v; }
-template <int P>
-__device__ __forceinline__ u32 operand(float v) {
-  return to_tf32(v);
-}
-
-// 16 bytes of neighbouring operands.
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
-__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
-  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
-struct WeightAt { bool there; int first, second, tap; bool low = false; };
-
-// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
-template <class K, class Weight>
-struct UnitWriter {
-  const Weight* weight;
-  char* packed;
-  int tap_step;
-
-  template <class At>
-  __device__ __forceinline__ void operator()(long long place, const At& at) const {
-    u32 v[K::VEC];
-#pragma unroll
-    for (int e = 0; e < K::VEC; e++) {
-      const WeightAt w = at(e);
-      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
-      if (!w.there) {
-        v[e] = 0;
-        continue;
-      }
-      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
-      v[e] = operand<K::C::precision>(value);
-    }
-    write_operands(packed + place, v);
-  }
-};
-
-// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
-// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
-// The weight is contiguous, or has taps `tap_step` elements apart.
-template <class K>
-struct PacksUnits {
-  template <class Weight>
-  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-    let_dependent_begin();                              // the kernel
-    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
-    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
-  }
-};
-
-// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
-template <class K>
-__global__ void __launch_bounds__(PACK_THREADS)
-pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
-  K::pack_weights(weight, packed, tap_step);
-}
-
-// One thread: packed weights to shared memory, whose barrier expects their bytes, in pieces that a copy may have.
-__device__ __forceinline__ void copy_packed(u32 to, const char* packed, int bytes, u32 barrier) {
-  constexpr int PIECE = 16384;
-#pragma unroll 1
-  for (int at = 0; at < bytes; at += PIECE)
-    copy_bulk(to + at, packed + at, bytes - at < PIECE ? bytes - at : PIECE, barrier);
-}
-
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
-
-// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
-
-// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
-// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
-// Without ADDS D is A B.
-template <int N> struct WgmmaOf;
-
-#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
-#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
-#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
-  template <> struct WgmmaOf<n> { \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
-    } \
-    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
-    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
-      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
-    } \
-  };
-#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
-#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
-WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
 
 // A ring of stages in shared memory, which some threads (or copy engines) fill and consumers empty.
 
@@ -596,34 +481,47 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   }
 }
 
-// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
-// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
-template <class T, int N>
-struct Table {
-  T at[N];
-  __device__ constexpr const T& operator[](int i) const { return at[i]; }
+// How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
+
+enum Precision { TF32, IEEE, FP16, BF16, FP64 };
+
+template <int P>
+struct NumberOf;
+struct Float32 {
+  using Type = float;
+  static __device__ __forceinline__ float value(float v) { return v; }
 };
+template <> struct NumberOf<TF32> : Float32 {};
 
-template <class T, int N>
-__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
-  Table<T, N> found = {};
-  for (int i = 0; i < N; i++) found.at[i] = of[i];
-  return found;
-}
+// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
 
-// An array's element: of an index that the compiler knows once loops are unrolled.
-template <const auto& VALUES>
-__device__ __forceinline__ constexpr int value_at(int i) {
-  constexpr auto found = table_of<int>(VALUES);
-  return found[i];
-}
+// --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
 
-// The same of any index, from constant memory.
-template <const auto& VALUES>
-__device__ __forceinline__ int constant_at(int i) {
-  static __constant__ const auto found = table_of<int>(VALUES);
-  return found[i];
-}
+// `WgmmaOf<N>::multiply<P, A_TURNED, B_TURNED, ADDS>(d, a, b)`: B is in shared memory, by its descriptor; A in registers, or in shared
+// memory too, by its descriptor. Fragments (g = lane / 4, t = lane % 4): D[4j + 2h + c] is row 16 warp + g + 8h, column 8j + 2t + c.
+// Without ADDS D is A B.
+template <int N> struct WgmmaOf;
+
+#define WGMMA_TEXT(n, types, sums, a, b, rest) "wgmma.mma_async.sync.aligned.m64n" n types " {" sums "}, " a ", " b ", " rest ";\n"
+#define WGMMA_FRAGMENTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+// A width: the numbers of its sums in PTX, those of the operands behind them, and the sums.
+#define WGMMA_WIDTH(n, sums, x0, x1, x2, x3, x4, x5, x6, ...) \
+  template <> struct WgmmaOf<n> { \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], const u32 (&a)[4], u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, "{" x0 "," x1 "," x2 "," x3 "}", x4, x5 ", 1, 1") : __VA_ARGS__ : WGMMA_FRAGMENTS, "l"(b), "n"(ADDS)); \
+    } \
+    template <int P, bool A_TURNED, bool B_TURNED, bool ADDS, int COUNT> \
+    static __device__ __forceinline__ void multiply(float (&d)[COUNT], u64 a, u64 b) { \
+      asm volatile(WGMMA_TEXT(#n, "k8.f32.tf32.tf32", sums, x0, x1, x2 ", 1, 1") : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS)); \
+    } \
+  };
+#define FOUR_SUMS(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define SUMS_FROM(i) FOUR_SUMS(i), FOUR_SUMS(i + 4), FOUR_SUMS(i + 8), FOUR_SUMS(i + 12)
+#define NUMBERS_0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NUMBERS_1 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
+WGMMA_WIDTH(64, NUMBERS_0 "," NUMBERS_1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", SUMS_FROM(0), SUMS_FROM(16))
 
 // The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
 // warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
@@ -686,6 +584,21 @@ struct Told {
   }
 };
 
+// Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
+// variable template in constant memory, `template <class C> __constant__ const auto ROWS = table_of<int>(C::rows);`, or look it up as below.
+template <class T, int N>
+struct Table {
+  T at[N];
+  __device__ constexpr const T& operator[](int i) const { return at[i]; }
+};
+
+template <class T, int N>
+__device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
+  Table<T, N> found = {};
+  for (int i = 0; i < N; i++) found.at[i] = of[i];
+  return found;
+}
+
 // A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
 template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
@@ -701,6 +614,7 @@ using Number = NumberOf<C::precision>;
 
 // --- pixels -----------------------------------------------------------------------------------------------------------
 
+static constexpr int PARTS = 1;  // of an operand
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int ROW_BYTES = C::ck * 4;       // a pixel's row in a tile: 32, 64 or 128
 static constexpr int UNITS_PER_ROW = ROW_BYTES / 16;
@@ -712,7 +626,7 @@ static constexpr int SEGMENTS = C::rows_d * C::rows_h;
 static constexpr int PITCH = C::planes * C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = SEGMENTS * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
-static constexpr int STAGE_BYTES = PART_BYTES;
+static constexpr int STAGE_BYTES = PARTS * PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane * C::in_step_w + within / C::plane;
@@ -811,6 +725,10 @@ struct Walk {
 template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
+// A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
+// one stretch. More: C::taps_unrolled taps of a block are one, a round.
+enum Steps { STRAIGHT, ROLLED };
+
 // The orders of a block's roles, see claims.cuh.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
 struct Orders;
@@ -828,10 +746,11 @@ using T = PixelTile<C>;
 using Sizes = typename T::Sizes;
 
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
-static constexpr int SUBTILES = C::tile_n;  // of 64 pixels
-static constexpr int NB = SUBTILES;  // a consumer's
+static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
+static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
+static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
-static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
+static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
 static constexpr int LONGEST_STRETCH = C::taps_unrolled;
 
 struct Tile {
@@ -841,13 +760,14 @@ struct Tile {
 
 static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   Tile t;
-  int q = index;
+  int m = index % C::m_groups, q = index / C::m_groups;
   // Variants differ in taps; rotated, so that a block, whose tiles lie gridDim.x apart, meets all of them.
-  t.variant = 0;
+  if (C::variants > 1) m = (m + q) % C::m_groups;
+  t.variant = m % C::variants;
   t.cout_block = 0;
-  t.group = 0;
+  t.group = m / C::variants;
   t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h;  q /= s.tiles_h;
+  t.h = q % s.tiles_h * C::tile_h;  q /= s.tiles_h;
   t.d = q % s.tiles_d;
   t.n = q / s.tiles_d;
   return t;
@@ -861,7 +781,8 @@ static __device__ __forceinline__ typename T::Source source_of(const Tile& t, in
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
-static __device__ __forceinline__ int stretches_of(int variant) { return entries_of(variant) / C::taps_unrolled; }  // of a chunk
+static __device__ __forceinline__ int stretches_of(int variant) { return C::steps == STRAIGHT ? 1 : entries_of(variant) / C::taps_unrolled; }  // of a chunk
+static __device__ __forceinline__ int stretch_of(int variant) { return C::steps == STRAIGHT ? entries_of(variant) : C::taps_unrolled; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -869,6 +790,72 @@ static __device__ __forceinline__ int end_chunk(int variant) {
 }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes&) { return end_chunk(t.variant); }
 };
+
+// Packing weights into the order in which a kernel reads them, and bringing them to shared memory.
+
+constexpr int PACK_THREADS = 256;
+
+// A weight as precision P multiplies it, in the low bits.
+template <int P>
+__device__ __forceinline__ u32 operand(u16 v) { return v; }
+template <int P>
+__device__ __forceinline__ u32 operand(float v) {
+  return to_tf32(v);
+}
+
+// 16 bytes of neighbouring operands.
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ void write_operands(char* to, const u32 (&v)[8]) {
+  *(uint4*)to = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+}
+
+// An element of a weight (first, second, kernel), by its indices and its tap, which counts through all axes; or none, a zero.
+struct WeightAt { bool there; int first, second, tap; bool low = false; };
+
+// Writes a unit of a kernel's packed weights. (Not a generic lambda, for which some compilers want an annotation that others refuse.)
+template <class K, class Weight>
+struct UnitWriter {
+  const Weight* weight;
+  char* packed;
+  int tap_step;
+
+  template <class At>
+  __device__ __forceinline__ void operator()(long long place, const At& at) const {
+    u32 v[K::VEC];
+#pragma unroll
+    for (int e = 0; e < K::VEC; e++) {
+      const WeightAt w = at(e);
+      int of = tap_step == 1 ? w.second * K::TAPS_IN_ALL + w.tap : w.tap * tap_step + w.second;
+      if (!w.there) {
+        v[e] = 0;
+        continue;
+      }
+      const Weight value = weight[(long long)w.first * (K::SECOND * K::TAPS_IN_ALL) + of];
+      v[e] = operand<K::C::precision>(value);
+    }
+    write_operands(packed + place, v);
+  }
+};
+
+// What a kernel K inherits whose packed weights are units of 16 bytes, each a thread's. It has PACK_UNITS of them, the weight's SECOND
+// dimension, its TAPS_IN_ALL, and `pack_unit(i, write)`, which calls `write(place, at)` with unit i's byte and its elements' `WeightAt`s.
+// The weight is contiguous, or has taps `tap_step` elements apart.
+template <class K>
+struct PacksUnits {
+  template <class Weight>
+  static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+    let_dependent_begin();                              // the kernel
+    int i = blockIdx.x * PACK_THREADS + threadIdx.x;
+    if (i < K::PACK_UNITS) K::pack_unit(i, UnitWriter<K, Weight>{weight, packed, tap_step});
+  }
+};
+
+// The entries that pack weights for a kernel K: it has `pack_weights`, its Number, and C, its constants.
+template <class K>
+__global__ void __launch_bounds__(PACK_THREADS)
+pack(const typename K::Number::Type* __restrict__ weight, char* __restrict__ packed, int tap_step) {
+  K::pack_weights(weight, packed, tap_step);
+}
 
 // Weights, from memory to a consumer's registers: fragments in the order in which they are used.
 
@@ -921,7 +908,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
       for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
-        for (int left = 9; left > 0; left -= C::w_stage, cursor.next()) {
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
           u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
           barrier_wait(empty + cursor.stage * 8, cursor.parity);
           W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
@@ -958,7 +945,7 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
 __device__ __forceinline__ void end_stretch(int) {}
 __device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((9 + C::w_stage - 1) / C::w_stage));
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
 __device__ __forceinline__ u32 in_hand() const { return done; }
 };
@@ -979,7 +966,7 @@ using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
 static constexpr bool SHUFFLED = false;
-static constexpr int SECOND = C::cin_g;
+static constexpr int SECOND = C::grad_input ? C::cin_g : C::cout_g;
 static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * 128;
 
@@ -993,17 +980,17 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
     return found;
   };
   int entry = write.tap_step == 1 ? next(G::ENTRIES) : 0;
-  const int first = next(4), second = next(8), g = second, q = first;
+  const int first = next(C::grad_input ? 4 : 8), second = next(C::grad_input ? 8 : 4), g = C::grad_input ? second : first, q = C::grad_input ? first : second;
   if (write.tap_step != 1) entry = next(G::ENTRIES);
   const int part = next(1), k_step = next(G::K_STEPS), warp = next(4), wg = next(1), chunk = next(G::CHUNKS), block = rest;
   const int cout = wg * C::rows_per_sub + warp * 16 % C::rows_per_sub + g, cin = chunk * C::ck + k_step * K + q;
-  const int group = block, tap = PACKED_TAP<C>[entry + warp * 16 / C::rows_per_sub];
+  const int group = block, tap = PACKED_TAP<C>[entry * C::subs + warp * 16 / C::rows_per_sub];
   const long long fragment = (((((long long)block * G::CHUNKS + chunk) * G::ENTRIES + entry) + k_step) + part) + wg;
   write(((fragment * 4 + warp) * 32 + g * 4 + q) * 16, [=](int e) -> WeightAt {
     const int word = e, m = cout + word % 2 * 8, k = cin + word / 2 * VEC;
     WeightAt found = {tap >= 0 && k < C::cin_g && m < C::cout_g, 0, 0, tap, part == 1};
-    found.first = group * C::cout_g + m;
-    found.second = k;
+    found.first = C::grad_input ? group * C::cout_g + m : group * C::cin_g + k;
+    found.second = C::grad_input ? k : m;
     return found;
   });
 }
@@ -1050,7 +1037,7 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
 }
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
   int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
+  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
   u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
@@ -1176,7 +1163,7 @@ struct Producer {
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
       barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
       barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
       hand_over(barriers.full + tile.stage * 8, lane);
       if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
     }
@@ -1193,8 +1180,9 @@ static constexpr int NB = G::NB;
 struct Place { int n, d, h, w; };                       // of a subtile in a tile, in q
 
 static __device__ __forceinline__ constexpr Place place_of(int subtile) {
-  return {subtile, 0,
-          0, 0};
+  constexpr int H = C::tile_h;
+  return {subtile / H, 0,
+          subtile % H, 0};
 }
 static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // its first pixel's row in the tile, for a tap of shift 0
   Place p = place_of(subtile);
@@ -1202,8 +1190,15 @@ static __device__ __forceinline__ constexpr int pixel_row_of(int subtile) {  // 
 }
 static constexpr int SUBTILES_AT_ONCE = 1;  // that a matrix instruction takes; groups of columns lie evenly over both
 
+// Pixel rows from the consumer's first subtile to another of its: known to the compiler where both halves of a tile are alike.
+static __device__ __forceinline__ constexpr bool halves_alike() {
+  for (int nb = 1; C::split == 0 && nb < NB; nb++)
+    if (pixel_row_of(NB + nb) - pixel_row_of(NB) != pixel_row_of(nb) - pixel_row_of(0)) return false;
+  return true;
+}
 static __device__ __forceinline__ int rows_to(int nb, int first) {
-  return pixel_row_of(nb) - pixel_row_of(0);
+  constexpr bool alike = halves_alike();
+  return alike ? pixel_row_of(nb) - pixel_row_of(0) : pixel_row_of(first + nb) - pixel_row_of(first);
 }
 
 // Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
@@ -1215,6 +1210,11 @@ __device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0),
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
+__device__ __forceinline__ Columns shifted(int rows) const {
+  Columns found = *this;
+  found.start += rows * (G::ROW_BYTES / 16);
+  return found;
+}
 
 // acc[64 x 64 NB] += fragment x pixels; `shift` is the tap's, in pixel rows, `part` the pixels' part. FRESH: = instead of +=.
 template <bool FRESH>
@@ -1225,9 +1225,12 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
   const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
-  u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(0, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
-  using Sums = float[SUBTILES_AT_ONCE * 32];
-  WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[0], a, b);
+#pragma unroll
+  for (int nb = 0; nb < NB; nb += 1) {
+    u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
+    using Sums = float[SUBTILES_AT_ONCE * 32];
+    WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[nb], a, b);
+  }
 }
 
 };
@@ -1241,6 +1244,10 @@ template <int N, int... BEHIND>
 struct Counting : Counting<N - 1, N - 1, BEHIND...> {};
 template <int... ALL>
 struct Counting<0, ALL...> { typedef Sequence<ALL...> type; };
+
+// `ChunkOf<C>::multiply` adds a chunk to the sums: products to `acc`; those that leave the tensor cores before they are long, to `sum`.
+template <class C, int = C::steps, int PARTS = 1>
+struct ChunkOf;
 
 template <class C>
 struct StepOf {
@@ -1268,12 +1275,74 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
-  } else {
+  } else if (C::steps == ROLLED) {
+    if (!C::queued) wgmma_wait<0>();
     weights.end_stretch(steps);
     if (left) weights.load(a[0], 0);
-    wgmma_wait<1>();
+    if (C::queued) wgmma_wait<1>();
+  } else {
+    wgmma_wait<0>();
   }
   if ((i + 1 == steps || (i + 1) % C::w_stage == 0)) give_back(done, lane);
+}
+};
+
+// Few steps: all blocks of a chunk are one stretch, without a loop.
+
+template <class C> __constant__ const auto STRETCH_OF = table_of<int>(C::stretches_of);   // [variant]: which of those that serve several
+template <class C> __constant__ const auto VARIANT_ROW = table_of<int>(C::variant_rows);  // [variant]: shift of its taps against the first of these
+
+template <class C>
+struct ChunkOf<C, STRAIGHT, 1> : StepOf<C> {
+using G = GatherWork<C>;
+using S = StepOf<C>;
+using Weights = typename S::Weights;
+using Pixels = typename S::Pixels;
+using Sums = float[G::MB][G::NB][32];
+static constexpr int STRIDE = C::mb + 1;                // of a variant's entries
+
+static __device__ __forceinline__ constexpr int steps_of(int variant) {
+  return (C::entries[variant * STRIDE + C::mb] - C::entries[variant * STRIDE]);
+}
+static __device__ __forceinline__ constexpr int block_of(int variant, int entry) {
+  int b = 0;
+  while (entry >= C::entries[variant * STRIDE + b + 1]) b++;
+  return b;
+}
+
+template <int VARIANT, int STEP>
+static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
+  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
+}
+
+// Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.
+template <int VARIANT, int... STEPS>
+static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
+  (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
+  weights.end_stretch(sizeof...(STEPS));
+}
+
+// Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
+// is then compiled, and fetched.
+template <int STRETCH>
+static __device__ __forceinline__ void multiply_stretch(int variant, Sums& acc, Weights& weights, const Pixels& pixels, int lane) {
+  constexpr int first = C::first_of_stretches[STRETCH];  // variant
+  int stretch = variant;
+  if constexpr (C::stretches < C::variants) stretch = STRETCH_OF<C>[variant];
+  if (C::stretches == 1 || stretch == STRETCH) {
+    u32 a[C::fragment_sets][4];
+    const typename Counting<steps_of(first)>::type steps;
+    weights.load(a[0], 0);
+    if constexpr (C::stretches < C::variants) multiply_from<first>(steps, acc, a, weights, pixels.shifted(VARIANT_ROW<C>[variant]), lane);
+    else multiply_from<first>(steps, acc, a, weights, pixels, lane);
+  } else if constexpr (STRETCH + 1 < C::stretches) {
+    multiply_stretch<STRETCH + 1>(variant, acc, weights, pixels, lane);
+  }
+}
+
+static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
+  multiply_stretch<0>(variant, acc, weights, pixels, lane);
 }
 };
 
@@ -1283,7 +1352,7 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
 // rounds. Such rounds are alike but for where their pixels begin. That, and a round's first fragment, are asked for in the round before. Other
 // rounds drain, and read tables of taps, which is slower.
 template <class C>
-struct ChunkOf : StepOf<C> {
+struct ChunkOf<C, ROLLED, 1> : StepOf<C> {
 using G = GatherWork<C>;
 using S = StepOf<C>;
 using Weights = typename S::Weights;
@@ -1291,11 +1360,15 @@ using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 
 // `begin`: of C::queued rounds the shift of the first tap, else its entry.
-static __device__ __forceinline__ int begin_of(int entry) { return TAP_ROW<C>[entry]; }
+static __device__ __forceinline__ int begin_of(int entry) { return C::queued ? TAP_ROW<C>[entry] : entry; }
 template <int TAP>
 static __device__ __forceinline__ int shift_of(int begin) {
-  constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
-  return begin + SHIFT;
+  if constexpr (C::queued) {
+    constexpr int SHIFT = C::round_shifts[TAP];         // nvcc has no array of constants in device code
+    return begin + SHIFT;
+  } else {
+    return TAP_ROW<C>[begin + TAP];
+  }
 }
 
 template <int STEP>
@@ -1309,19 +1382,23 @@ static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typena
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
   u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
-  u32 a[C::fragment_sets][4];
-  int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
-  int next = begin_of(entry);
-  weights.load(a[0], 0);
+#pragma unroll
+  for (int b = 0; b < C::mb; b++) {
+    u32 a[C::fragment_sets][4];
+    int entry = G::first_entry(variant, b), left = (G::end_entry(variant, b) - entry) / C::taps_unrolled;
+    if (C::mb > 1 && left == 0) continue;
+    int next = begin_of(entry);
+    weights.load(a[0], 0);
 #pragma unroll 1
-  while (left > 0) {
-    int begin = __shfl_sync(0xffffffffu, next, 0);
-    entry += C::taps_unrolled;
-    if (--left) next = begin_of(entry);
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
-    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
+    while (left > 0) {
+      int begin = __shfl_sync(0xffffffffu, next, 0);
+      entry += C::taps_unrolled;
+      if (--left) next = begin_of(entry);
+      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, pixels, begin, left, behind, lane);
+      behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
+    }
+    wgmma_wait<0>();
   }
-  wgmma_wait<0>();
 }
 };
 
@@ -1343,9 +1420,21 @@ static __device__ __forceinline__ constexpr int first_of(int r) { return r; }  /
 static __device__ __forceinline__ constexpr int nb_of(int r, int, int k) { return first_of(r) + k / 8; }
 static __device__ __forceinline__ constexpr int j_of(int, int i, int k) { return k % 8; }
 
+// The block of a W sub-position, -1: it has no taps. Up to 16 are one number, of four bits each: a table's entries are constants only
+// after unrolling, and until then the compiler keeps all sums in memory.
+static __device__ __forceinline__ constexpr u64 packed_blocks() {
+  u64 packed = 0;
+  for (int u = 0; u < C::w_subs; u++) packed |= (u64)(C::blocks_of_w[u] + 1) << 4 * u;
+  return packed;
+}
+static __device__ __forceinline__ constexpr int block_of_w(int u) {
+  constexpr u64 packed = packed_blocks();
+  return (int)(packed >> 4 * u & 15) - 1;
+}
 // Of W sub-position u the sum `e` of a subtile; where there are no taps, `without`.
 static __device__ __forceinline__ float sum_of(const float (&acc)[C::mb][G::NB][32], int u, int nb, int e, float without) {
-  return acc[0][nb][e];
+  if constexpr (C::w_subs == 1) return acc[0][nb][e];
+  else return block_of_w(u) < 0 ? without : acc[block_of_w(u) < 0 ? 0 : block_of_w(u)][nb][e];
 }
 };
 
@@ -1365,8 +1454,8 @@ __device__ __forceinline__ Slab slab_of(const typename GatherWork<C>::Tile& t, i
   int sub = warp * 16 / C::rows_per_sub;
   slab.cout = cout_block * C::rows_per_sub + warp * 16 % C::rows_per_sub;
   slab.couts = C::cout_g - slab.cout < 16 ? C::cout_g - slab.cout : 16;
-  slab.od = SUB_D<C>[t.variant + sub];
-  slab.oh = SUB_H<C>[t.variant + sub];
+  slab.od = SUB_D<C>[t.variant * C::subs + sub];
+  slab.oh = SUB_H<C>[t.variant * C::subs + sub];
   return slab;
 }
 
@@ -1384,14 +1473,18 @@ __device__ __forceinline__ void load_bias(float (&b)[2], const typename GatherWo
 template <class C>
 __device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][32], const float (&b)[2]) {
 #pragma unroll
-      for (int e = 0; e < 32; e++) acc[0][0][e] += b[e >> 1 & 1];
+  for (int m = 0; m < C::mb; m++)
+#pragma unroll
+    for (int nb = 0; nb < GatherWork<C>::NB; nb++)
+#pragma unroll
+      for (int e = 0; e < 32; e++) acc[m][nb][e] += b[e >> 1 & 1];
 }
 
 // Stores NCHW rows, by runs of eight channels.
 
 // Bytes of a row of a warp's buffer; the rest beyond whole 128 bytes lets rows meet different banks, and a row begin up to 31 bytes late.
 template <class C>
-constexpr int RUN_PITCH = (C::run_groups * 8 * 4 + 127) / 128 * 128 + 32;
+constexpr int RUN_PITCH = (C::run_groups * 8 * C::w_subs * 4 + 127) / 128 * 128 + 32;
 
 template <int UNIT>
 __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
@@ -1409,7 +1502,7 @@ __device__ __forceinline__ void copy_unit(char* to, u32 from, bool ok) {
 template <class C>
 struct RowStores {
 using T = PixelTile<C>;
-static constexpr int OUTPUTS = C::run_groups * 8;  // of a row of a run
+static constexpr int OUTPUTS = C::run_groups * 8 * C::w_subs;  // of a row of a run
 static constexpr int PITCH = RUN_PITCH<C>;
 
 // In units: an instruction stores 32 of them, of several rows if they are short; `end` bytes of each.
@@ -1428,6 +1521,39 @@ static __device__ __forceinline__ void store_units(char* to, long long plane, in
   }
 }
 
+// Of float32, beginning anywhere, a lane an output: each instruction begins at a sector's first output, since a sector of 32
+// bytes whose parts are stored at different times costs as much as several whole ones. 16 bytes a lane and the ends
+// of rows by themselves, as below, is slower for float32.
+static __device__ __forceinline__ void store_sectors(char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  constexpr int ROWS = C::store_unit == 4 ? 8 : 4;  // at a time: of kernels that have other ways beside, eight spill
+#pragma unroll
+  for (int from_row = 0; from_row < 8; from_row += ROWS) {
+    char* row[ROWS];
+    u32 from[ROWS];
+    int at[ROWS];                                       // the lane's first output of each row; some are before or behind it
+#pragma unroll
+    for (int k = 0; k < ROWS; k++) {
+      int r = from_row + k;
+      char* first = to + r * plane;
+      at[k] = lane * 4 - ((int)(u64)first & 31);
+      row[k] = first + at[k], from[k] = buffer + r * PITCH + at[k];
+    }
+    // What follows of a row is at known distances. A place for each output takes a third more instructions.
+#pragma unroll
+    for (int i = 0; i < (OUTPUTS + 38) / 32; i++) {
+      u32 v[ROWS];
+      bool in[ROWS];
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) {
+        in[k] = i ? at[k] < end - i * 128 : (u32)at[k] < (u32)end;
+        v[k] = load_shared_u32_if(from[k] + i * 128, in[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < ROWS; k++) store_global_if(row[k] + i * 128, v[k], in[k]);
+    }
+  }
+}
+
 };
 
 template <class C>
@@ -1439,25 +1565,53 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
+// UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
+static __device__ __forceinline__ constexpr bool shifted(int unit) { return false; }  // rows lie in the buffer as they do in their first sector
+
+// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
+// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
+template <int UNIT>
+static __device__ __forceinline__ int order_of(int g, int q) {
+  int by_column = C::w_subs % 2 == 0 ? q & 2 : 0;
+  return by_column;
+}
+
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
-  u32 to = at + (0 ^ order) * 4;
-  store_shared_f32x2(to, v[0], v[0 ^ 1]);
+static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
+  constexpr int TOGETHER = 2;
+  if constexpr (C::w_subs % 2 == 0) {
+#pragma unroll
+    for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
+#pragma unroll
+      for (int i = 0; i < 2 * C::w_subs; i++) {
+        if (i & bit) continue;
+        float low = v[i], high = v[i ^ bit];
+        v[i] = order & bit ? high : low;
+        v[i ^ bit] = order & bit ? low : high;
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
+    u32 to = at + (i ^ order) * 4;
+    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  }
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int q = lane & 3, order = 0;
+  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
 #pragma unroll
   for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
-    float v[2];
+    float v[2 * C::w_subs];
 #pragma unroll
     for (int c = 0; c < 2; c++)
-      v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
+#pragma unroll
+      for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4, order);
   }
 }
 
@@ -1467,6 +1621,12 @@ static __device__ __forceinline__ void pass_rows(float (&acc)[C::mb][G::NB][32],
   put_rows<UNIT>(acc, bias, r, i, h, row, lane);
   __syncwarp();
   Rows::template store_units<UNIT>(to, plane, rows, end, buffer, lane);
+}
+// The same of rows that begin and end anywhere.
+static __device__ __forceinline__ void pass_odd_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, char* to, long long plane, int rows, int end, u32 buffer, int lane) {
+  put_rows<4>(acc, bias, r, i, h, row, lane);
+  __syncwarp();
+  Rows::store_sectors(to, plane, rows, end, buffer, lane);
 }
 
 // Unrolled, since registers have no run-time index. Stores once in a loop, with only the reading of registers in
@@ -1484,22 +1644,29 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 #pragma unroll
   for (int r = 0; r < R::COUNT; r++) {
     typename R::Place place = R::place_of(first_subtile + R::first_of(r));
-    int n = t.n + place.n, od = (t.d + place.d) + slab.od;
+    int n = t.n + place.n, od = C::out_step_d * (t.d + place.d) + slab.od;
     bool image = n < s.batch && od < s.out_d;
 #pragma unroll
     for (int i = 0; i < 1; i++) {
-      int oh = (t.h + place.h) + slab.oh;
-      int ow = (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
+      int oh = C::out_step_h * (t.h + place.h) + slab.oh;
+      int ow = C::out_step_w * (t.w + place.w + (i * R::RUN)) + U_W<C>[t.variant], left = s.out_w - ow;
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         char* first = to + h * 8 * plane;
         int rows = 8;
         u32 row = buffer + g * Rows::PITCH;
         {
-          pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          if (C::store_unit == 16 || (C::store_unit != 4 && is_at<16>(misaligned))) {
+            pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else if ((C::store_unit != 4 && is_at<2 * 4>(misaligned))) {
+            pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else {
+            pass_odd_rows(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          }
         }
         __syncwarp();
       }
@@ -1507,6 +1674,9 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
   }
 }
 
+// Whether all rows begin and end at multiples of UNIT bytes, where C::store_unit does not say so.
+template <int UNIT>
+static __device__ __forceinline__ bool is_at(u32 misaligned) { return (misaligned & (UNIT - 1)) == 0; }
 };
 
 // Gather-GEMM on tensor cores: out[o = OUT_STEP q + u] = sum over taps of W(u, tap) x in[i = IN_STEP q + offset(u, tap)],
@@ -1540,11 +1710,12 @@ using Chunk = ChunkOf<C>;
 using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
+static constexpr bool IN_TURN = C::split == 2;
 static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
+static constexpr int RING_AT = C::stages_p * G::STAGE_BYTES;
 static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
 static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
@@ -1556,33 +1727,39 @@ static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
 static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
   // By a shuffle ptxas knows that branches over a warp's number do not part it.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
-  int first_subtile = 0;
+  int first_subtile = C::split == 0 ? wg * G::NB : 0;
   u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
   CursorOf<C::stages_p> cursor = {0, 0};
   int turn = 0;
   typename G::Order order(s);
-  if (wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
+  if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
+  constexpr bool EARLY = !IN_TURN;        // asks for the next tile ahead of the stores, which hide the wait
+  int following = 0;
 #pragma unroll 1
-  for (int index = order.first(s); index < s.tiles; index = order.next(index, s), turn++) {
+  for (int index = order.first(s); index < s.tiles; index = EARLY ? following : order.next(index, s), turn++) {
     const typename G::Tile t = G::tile_at(index, s);
     int chunks = G::end_chunk(t.variant);
-    if ((turn & 1) != wg) {
+    if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
       weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
 #pragma unroll
+    for (int b = 0; b < C::mb; b++)
+#pragma unroll
+      for (int nb = 0; nb < G::NB; nb++)
+#pragma unroll
         for (int i = 0; i < 32; i++) {
-          acc[0][0][i] = 0.f;
-          opaque(acc[0][0][i]);
+          acc[b][nb][i] = 0.f;
+          opaque(acc[b][nb][i]);
         }
-    named_sync(2 + wg, G::CONSUMER_THREADS);
+    if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
     weights.begin(packed, t);
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
+      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
       u32 last = empty + cursor.stage * 8;
       barrier_wait(full + cursor.stage * 8, cursor.parity);
       weights.begin_chunk(chunk);
@@ -1590,7 +1767,8 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
       Chunk::give_back(last, lane);
     }
     weights.end();
-    named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
+    if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
+    if (EARLY) following = order.next(index, s);
     auto& sums = acc;
     Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
   }
@@ -1611,11 +1789,11 @@ using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
   for (int i = 0; i < C::stages_p; i++) {
     barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, 4);
+    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
   }
   for (int i = 0; i < C::stages_w; i++) {
     barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, 4);
+    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
   }
   for (int i = 0; i < C::stages_s; i++) {
     barrier_init(pixels.landed + 8 * i, 1);
@@ -1676,478 +1854,6 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
   Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
 }
 
-// What kernels share whose columns of N are output channels (sweep, subpixel, pairs, implicit, phases), or whose rows of M are (joined):
-// sums, and the operands that descriptors are of.
-
-// Of a descriptor what rows are: of so many bytes, swizzled, groups of 8 one behind the other.
-template <int BYTES>
-constexpr u64 ROWS_OF = (u64)(8 * BYTES >> 4) << 32 | (u64)(BYTES == 32 ? 3 : BYTES == 64 ? 2 : 1) << 62;
-
-__device__ __forceinline__ u32 uniform(u32 v) { return __shfl_sync(0xffffffffu, v, 0); }  // so that ptxas counts in uniform registers
-
-// Sums of a tile, ahead of a fence of wgmma (see `opaque`).
-template <int N>
-__device__ __forceinline__ void zero(float (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    sums[i] = 0.f;
-    opaque(sums[i]);
-  }
-}
-template <class Sums, int N>
-__device__ __forceinline__ void zero(Sums (&sums)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) zero(sums[i]);
-}
-
-// Of 16 bytes of a row's elements, from its element `at` on, those from `low` to `high`.
-template <int ELEMENT>
-__device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high, bool any) {
-#pragma unroll
-  for (int e = 0; e < 16 / ELEMENT; e++) {
-    bool ok = any && at + e >= low && at + e < high;
-    if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-    else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-  }
-}
-
-// What modes of `pixels` share: a block's roles, its loops over tiles and over stages of a ring, and fragments of A from shared memory.
-//
-// A mode M is a template over its constants C. It has
-//   Sums               a consumer's thread's; Sizes, whose last is `tiles`; Maps, of the copy engine
-//   Ring, ring_of      whose stages a producer fills and consumers read
-//   RINGS, READERS     of a block: more than one where each consumer has tiles of its own; consumers that read a stage
-//   first_tile, next_tile
-//   Loader             begin(tile): a tile's steps; load(step, stage, barrier): what a stage gets, whose bytes count at a barrier
-//   Consumer           steps(tile); begin(sums, tile); at(stage): where it is, ahead of the wait; multiply(sums, at, held); store(sums, tile)
-// If instructions still read a stage behind `multiply` (M::HOLDS), the next one gives it back, by its barrier `held`.
-// Where consumers take whole tiles in turn (M::TURNS) `takes` says whose turn it is.
-
-template <class C_>
-struct PixelsOf {
-  using C = C_;
-  using Number = NumberOf<C::precision>;
-  using Type = typename Number::Type;
-  static constexpr int ELEMENT = 4, VEC = 16 / ELEMENT;
-  static constexpr bool NARROW = ELEMENT == 2;          // of 16 bits
-  static constexpr int CONSUMERS = 2, THREADS = 128 + CONSUMERS * 128;
-  static constexpr int RINGS = 1, READERS = CONSUMERS;
-  static __device__ __forceinline__ int first_tile(int) { return blockIdx.x; }
-  static __device__ __forceinline__ int next_tile() { return gridDim.x; }
-  static __device__ __forceinline__ void init(u32) {}   // barriers beside the rings'
-};
-
-struct Steps { int first, end; };                       // of a tile, a stage each
-
-// What a launch gives.
-template <class M>
-struct Work {
-  const char* packed;
-  const typename M::Type* bias;
-  char* y;
-  const typename M::Sizes& sizes;
-  const typename M::Maps& maps;
-  u32 memory;
-};
-
-template <class M>
-__device__ __forceinline__ void produce(const Work<M>& work, typename M::Loader loader, int consumer = 0) {
-  const typename M::Ring ring = M::ring_of(work.memory, consumer);
-  typename M::Ring::Cursor cursor = {0, 1};             // all are free at first
-#pragma unroll 1
-  for (int tile = M::first_tile(consumer); tile < work.sizes.tiles; tile += M::next_tile()) {
-    const Steps steps = loader.begin(tile);
-#pragma unroll 1
-    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
-      ring.wait_empty(cursor);
-      loader.load(step, ring.stage(cursor), ring.full(cursor));
-    }
-  }
-}
-
-template <class M>
-__device__ __forceinline__ void consume(const Work<M>& work, const typename M::Ring& ring, int wg, int thread) {
-  typename M::Ring::Cursor cursor = {0, 0};
-  typename M::Consumer consumer(work, wg, thread);
-  typename M::Sums sums;
-#pragma unroll 1
-  for (int tile = M::first_tile(wg); tile < work.sizes.tiles; tile += M::next_tile()) {
-    const Steps steps = consumer.steps(tile);
-    consumer.begin(sums, tile);
-    u32 held = 0;                                       // the stage that instructions under way read
-#pragma unroll 1
-    for (int step = steps.first; step < steps.end; step++, cursor.next()) {
-      const auto at = consumer.at(ring.stage(cursor));
-      ring.wait_full(cursor);
-      consumer.multiply(sums, at, held);
-      give_back(ring.empty(cursor), thread & 31);
-    }
-    wgmma_wait<0>();
-    consumer.store(sums, tile);
-  }
-}
-
-template <class M>
-__device__ __forceinline__ void run(const Work<M>& work) {
-  const typename M::Ring ring = M::ring_of(work.memory, 0);
-  run_block<1, M::CONSUMERS, M::C::producer_registers, M::C::consumer_registers>(
-      [&] {
-        for (int i = 0; i < M::RINGS; i++) M::ring_of(work.memory, i).init(1, 4 * M::READERS);
-        M::init(work.memory);
-      },
-      [&] { M::produce(work); },
-      [&](int wg, int thread) { consume<M>(work, M::RINGS > 1 ? M::ring_of(work.memory, wg) : ring, wg, thread); });
-}
-
-// =====================================================================================================================
-// Fragments of A from shared memory; rows of weights have 128 bytes of K
-// =====================================================================================================================
-
-// acc += fragments of steps `first` and behind x a row of weights.
-template <int P, int COLUMNS, int HALF>
-__device__ __forceinline__ void multiply_half(float (&acc)[COLUMNS / 2], u32 (&a)[HALF][4], u32 weights, int first) {
-#pragma unroll
-  for (int i = 0; i < HALF * 4; i++) opaque(a[i / 4][i % 4]);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < HALF; step++)
-    WgmmaOf<COLUMNS>::template multiply<P, false, false, true>(acc, a[step], ROWS_OF<128> | (u64)((weights >> 4 | 1u << 16) + (first + step) * 2));
-  wgmma_commit();
-}
-
-// acc += row `row` of a stage's weights x the fragments that M loads from `pixels` for it: a half of them while the other is multiplied.
-// Behind the first row's first half nothing reads the stage before any more, whose barrier is `held`.
-template <class M, int SUMS>
-__device__ __forceinline__ void multiply_row(float (&acc)[SUMS], int row, u32 pixels, u32 weights, u32 held, int lane) {
-  constexpr int HALF = 2, COLUMNS = 2 * SUMS;
-  u32 a[HALF][4], b[HALF][4];
-  weights += row * (COLUMNS * 128);
-  M::load_fragments(a, pixels, 2 * HALF * row);
-  multiply_half<M::C::precision, COLUMNS>(acc, a, weights, 0);
-  wgmma_wait<1>();
-  if (row == 0) give_back(held, lane);
-  M::load_fragments(b, pixels, 2 * HALF * row + HALF);
-  multiply_half<M::C::precision, COLUMNS>(acc, b, weights, HALF);
-  wgmma_wait<1>();
-}
-
-// Phases: the forward of layers with strides and few channels, NCHW, for weights that stay in shared memory. Places q of the input are rows of
-// M (64 x MB neighbours), output channels of a row's phases columns of N: a layer of 32 output channels multiplies 32 columns for each
-// phase, where `gather`, whose rows of M are channels, fills 64 with several phases and multiplies all their taps.
-//
-// A pair is a phase of D and one of H; its sums have all phases of W, so that a thread has neighbouring outputs. A phase's taps read the
-// input at q and a few offsets. So a row of the source is loaded once for each of its offsets along W (shifts), as fragments of A from
-// where the tensor copy engine left it, and multiplied for every pair that reads it. Columns of a shift are those of the phases of W that
-// have a tap there. Phases lie in such an order that these come first (cuda/pixels/phases.py): sums of a narrower instruction are then the first
-// of a wider one's. In any other order ptxas waits for each TF32 instruction (C7511).
-//
-// Consumers take neighbouring tiles, each from a ring of its own, and never wait for each other. So both write their parts of a sector at
-// about the same time. It is faster than an offset between them, or turns (docs/experiments.md).
-
-template <class C>
-struct Phases : PixelsOf<C>, PacksUnits<Phases<C>> {
-using typename PixelsOf<C>::Number;
-using typename PixelsOf<C>::Type;
-using PixelsOf<C>::ELEMENT;
-using PixelsOf<C>::NARROW;
-using PixelsOf<C>::VEC;
-using PixelsOf<C>::CONSUMERS;
-
-static constexpr int MB = C::mb, PAIRS = C::pairs, SHIFTS = C::shifts, CO_COLUMNS = C::co_columns, PASS = C::passed;
-static constexpr int CHUNKS = (C::cin + C::chunk - 1) / C::chunk;
-static constexpr int PITCH_BYTES = C::pitch * ELEMENT;  // from a channel to the next
-static constexpr int ROW_BYTES = C::chunk * PITCH_BYTES;  // of a row of the source
-static constexpr int STAGE_BYTES = C::rows_d * C::rows_h * ROW_BYTES;  // rows are whole 128 bytes, where boxes begin
-static constexpr int PAIR_COLUMNS = C::step_w * C::co_columns;  // of a pair's sums
-static constexpr int STEP_BYTES = C::users * C::shift_columns * 32;  // of a chunk's weights: a matrix instruction takes 32 bytes of K
-static constexpr int WEIGHT_BYTES = CHUNKS * STEP_BYTES;
-static constexpr int RINGS = CONSUMERS, READERS = 1;
-using Sums = float[PAIRS][MB][PAIR_COLUMNS / 2];
-using Maps = TensorMap;
-using Ring = RingOf<C::stages, STAGE_BYTES>;
-
-// A consumer's buffer: `passed` output channels of its tile's row, each in units of 16 bytes as they lie in memory, so that neighbouring
-// lanes store neighbours, and parts of units at a row's ends alone. Channels lie 4 words beyond a multiple of 16 apart, for their lanes'
-// banks. Rows of odd lengths begin anywhere in a sector of memory, and a store that covers sectors in part is slow. Units of 16 bytes are
-// faster in most layers than 4 bytes a lane from a sector's begin on (docs/experiments.md).
-static constexpr int RUN = C::tile_w * C::step_w;             // outputs of one along W
-static constexpr int UNITS = RUN / VEC;                 // whole ones that it may have
-static constexpr int LINE_WORDS = (UNITS + true) * 4;  // of a row; aligned: all rows begin at 16 bytes
-static constexpr int CHANNEL_BYTES = ((LINE_WORDS + 11) / 16 * 16 + 4) * 4;
-static constexpr int BUFFER_BYTES = C::passed * CHANNEL_BYTES;
-static constexpr int OF_WARP = C::passed / 4;                // channels that a warp stores
-static constexpr int ROUNDS = (OF_WARP * UNITS + 31) / 32;
-
-static constexpr int RINGS_AT = (WEIGHT_BYTES + 127) / 128 * 128;
-static constexpr int BUFFERS_AT = RINGS_AT + CONSUMERS * C::stages * STAGE_BYTES;
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
-
-struct Sizes {
-  int d, h, w;                                          // of the result
-  int tiles_d, tiles_h, tiles_w, tiles;
-};
-
-struct Tile { int n, d, h, w; };                        // image and first place
-
-static __device__ __forceinline__ Tile tile_at(int q, const Sizes& s) {
-  Tile t;
-  t.w = q % s.tiles_w * C::tile_w;  q /= s.tiles_w;
-  t.h = q % s.tiles_h;  q /= s.tiles_h;
-  t.d = q % s.tiles_d;
-  t.n = q / s.tiles_d;
-  return t;
-}
-
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
-
-static constexpr int PACK_UNITS = WEIGHT_BYTES / 16;
-static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * C::kernel_h * C::kernel_w;
-
-// [step of K][user][shift][phase of W, output channel][32 bytes of channels, swizzled], zeros where there is none of either. The weight is
-// (C::cin, C::cout, kernel).
-template <class Write>
-static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
-  constexpr int OF_USER = 2 * C::shift_columns;
-  int unit = i % 2, column = i / 2 % C::shift_columns, user = i / OF_USER % C::users, step = i / (OF_USER * C::users);
-  int cout = column % C::co_columns, of_w = constant_at<C::column_taps>(column / C::co_columns);
-  int tap = constant_at<C::user_taps>(user) * C::kernel_w + of_w;
-  write((long long)(i - unit) * 16 + ((unit ^ (column >> 2 & 1)) << 4), [=](int e) -> WeightAt {
-    int cin = step * (32 / ELEMENT) + (NARROW ? unit * VEC + e : 2 * e + unit);
-    return {cin < C::cin && cout < C::cout && of_w >= 0, cin, cout, tap};
-  });
-}
-
-// =====================================================================================================================
-// Producers: a thread for each consumer, one for the weights
-// =====================================================================================================================
-
-struct Loader {
-  const Work<Phases>& work;
-  Tile tile;
-
-  __device__ __forceinline__ Steps begin(int index) {
-    tile = tile_at(index, work.sizes);
-    return {0, CHUNKS};
-  }
-
-  __device__ __forceinline__ void load(int chunk, u32 to, u32 barrier) const {
-    expect_bytes(barrier, STAGE_BYTES);
-#pragma unroll 1
-    for (int row = 0; row < C::rows_d * C::rows_h; row++)
-      load_box(to + row * ROW_BYTES, work.maps, tile.w, tile.h + row % C::rows_h,
-               tile.d + row / C::rows_h, chunk * C::chunk, tile.n, barrier);
-  }
-};
-
-// Neighbouring consumers have neighbouring tiles.
-static __device__ __forceinline__ int first_tile(int consumer) { return blockIdx.x * CONSUMERS + consumer; }
-static __device__ __forceinline__ int next_tile() { return gridDim.x * CONSUMERS; }
-
-static __device__ __forceinline__ u32 landed(u32 memory) { return memory + BARRIERS_AT + 16 * CONSUMERS * C::stages; }  // weights
-
-static __device__ __forceinline__ Ring ring_of(u32 memory, int consumer) {
-  u32 full = memory + BARRIERS_AT + consumer * (8 * C::stages);
-  return {memory + RINGS_AT + consumer * (C::stages * STAGE_BYTES), full, full + 8 * CONSUMERS * C::stages};
-}
-
-static __device__ __forceinline__ void init(u32 memory) { barrier_init(landed(memory), 1); }
-
-static __device__ __forceinline__ void produce(const Work<Phases>& work) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  if (threadIdx.x & 31) return;
-  if (warp < CONSUMERS) {
-    kernels::produce<Phases>(work, Loader{work}, warp);
-  } else if (warp == 3) {
-    wait_for_results();                                 // of `pack`
-    expect_bytes(landed(work.memory), WEIGHT_BYTES);
-    copy_packed(work.memory, work.packed, WEIGHT_BYTES, landed(work.memory));
-  }
-}
-
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// The instruction of so many columns, one of C::widths from the I-th on.
-template <int I = 0>
-static __device__ __forceinline__ void multiply(float (&d)[PAIR_COLUMNS / 2], int width, const u32 (&a)[4], u64 b) {
-  constexpr int WIDTH = C::widths[I];
-  if (width == WIDTH) WgmmaOf<WIDTH>::template multiply<C::precision, false, false, true>(d, a, b);
-  if constexpr (I + 1 < sizeof(C::widths) / sizeof(int)) multiply<I + 1>(d, width, a, b);
-}
-
-// A source row's fragments of a step, for each shift: lanes' q g and g + 8, of channels `channel_at`.
-static __device__ __forceinline__ void load_fragments(u32 (&a)[C::shifts][C::mb][4], u32 from) {
-#pragma unroll
-  for (int shift = 0; shift < C::shifts; shift++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int columns = value_at<C::shifts_at>(shift) + i % 2 * 8, half = i / 2;
-        u32 at = from + columns * ELEMENT;
-        if constexpr (NARROW)
-          a[shift][0][i] = load_shared_u16(at + half * 8 * PITCH_BYTES) | load_shared_u16(at + (half * 8 + 1) * PITCH_BYTES) << 16;
-        else a[shift][0][i] = load_shared_u32(at + half * PITCH_BYTES);
-      }
-#pragma unroll
-  for (int i = 0; i < C::shifts * 4; i++) opaque(a[i / 4][0][i % 4]);
-}
-
-// acc += a source row x the weights of all pairs that read it; `weights`: of the step, as descriptors have it.
-static __device__ __forceinline__ void multiply_row(Sums& acc, const u32 (&a)[C::shifts][C::mb][4], int row, u32 weights) {
-  wgmma_fence();
-#pragma unroll
-  for (int shift = 0; shift < C::shifts; shift++)
-#pragma unroll
-    for (int user = 0; user < C::users; user++)         // (bounds that depend on an outer loop's constant are not unrolled)
-      if (user >= value_at<C::first_users>(row) && user < value_at<C::first_users>(row + 1)) {
-          u32 columns = weights + (user * C::shift_columns + value_at<C::columns_before>(shift)) * 2;
-          multiply(acc[value_at<C::user_pairs>(user)][0], value_at<C::shift_widths>(shift), a[shift][0], ROWS_OF<32> | (u64)1 << 16 | columns);
-        }
-  wgmma_commit();
-}
-
-// The buffer gets `passed` channels' outputs of a pair's row, from channel `first` on; `begin`: where the row begins in the first channel.
-static __device__ __forceinline__ void fill_buffer(
-    const float (&acc)[C::mb][PAIR_COLUMNS / 2], int first, const Type* __restrict__ bias, const char* begin, u32 plane, u32 buffer,
-    int channel, int warp, int lane) {
-#pragma unroll
-  for (int j = first / 8; j < C::co_columns / 8; j++) {
-    if (j >= (first + C::passed) / 8) continue;
-#pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int of = 8 * j + c;                         // the channel, but for the lane's share
-      float b = bias ? Number::value(bias[of + channel]) : 0.f;
-      u32 own = buffer + (of - first + channel) * CHANNEL_BYTES + (lane >> 2) * (C::step_w * ELEMENT);
-      own += ((u32)(u64)begin / ELEMENT + (of + channel) * plane) % VEC * ELEMENT;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          float v[C::step_w];
-#pragma unroll
-          for (int u = 0; u < C::step_w; u++) v[u] = acc[0][value_at<C::places_of_phases>(u) * (C::co_columns / 2) + 4 * j + 2 * h + c] + b;
-          store_neighbours(own + (warp * 16 + h * 8) * (C::step_w * ELEMENT), v);
-        }
-    }
-  }
-}
-
-// Neighbouring outputs, two at a time where they begin at even places.
-static __device__ __forceinline__ void store_neighbours(u32 to, const float (&v)[C::step_w]) {
-#pragma unroll
-  for (int u = 0; u < C::step_w; u++) {
-    if constexpr (NARROW) store_shared_u16(to + u * 2, Number::bits(v[u]));
-    else store_shared_f32(to + u * 4, v[u]);
-  }
-}
-
-// Of a row, from channel `first` on: what the buffer has of it, of which `columns` exist if `row` does; `to_row`: where it begins in the
-// first channel.
-static __device__ __forceinline__ void store_row(int first, char* to_row, u32 of_row, bool row, int columns, u32 plane, int warp, int lane) {
-  u32 v[ROUNDS][4];                                     // all on their way before the first is stored
-  char* to[ROUNDS];
-  bool whole[ROUNDS];
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) {
-    int index = lane + k * 32, c = warp * OF_WARP + (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS ? index / UNITS : 0), unit = index % UNITS;
-    to[k] = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
-    int phase = (u32)(u64)to[k] / ELEMENT % VEC;
-    unit += phase > 0;                                  // the one before is whole in no row
-    int at = unit * VEC - phase;                        // of the unit's first element in the row
-    load_shared_128(v[k], of_row + c * CHANNEL_BYTES + unit * 16);
-    to[k] += at * ELEMENT;
-    whole[k] = row && at + VEC <= columns && (OF_WARP * UNITS % 32 == 0 || index < OF_WARP * UNITS);
-  }
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) store_global_128_if(to[k], v[k], whole[k]);
-  {                          // a lane for each end of a channel's row
-    int c = warp * OF_WARP + lane / 2 % OF_WARP;
-    char* line = to_row + (long long)((first + c) * (u64)plane) * ELEMENT;
-    int phase = (u32)(u64)line / ELEMENT % VEC, unit = lane % 2 ? (columns + phase) / VEC : 0, at = unit * VEC - phase;
-    // One unit alone may be both ends.
-    bool part = row && lane < 2 * OF_WARP && (lane % 2 ? unit > 0 : phase > 0 || columns < VEC);
-    load_shared_128(v[0], of_row + c * CHANNEL_BYTES + unit * 16);
-    store_some<ELEMENT>(line + at * ELEMENT, v[0], at, 0, columns, part);
-  }
-}
-
-static __device__ __forceinline__ void store(
-    const Sums& acc, const Type* __restrict__ bias, char* __restrict__ y, const Sizes& s, const Tile& t, u32 buffer,
-    int wg, int warp, int lane) {
-  u32 plane = (u32)s.d * s.h * s.w;         // elements of a channel
-  int channel = (lane & 3) * 2, columns = s.w - t.w * C::step_w;
-  columns = columns < RUN ? columns : RUN;              // of a row, that exist
-  y += (long long)t.n * C::cout * plane * ELEMENT;
-#pragma unroll
-  for (int pair = 0; pair < C::pairs; pair++) {
-    int first_d = t.d * C::step_d + value_at<C::pair_phases_d>(pair), first_h = t.h * C::step_h + value_at<C::pair_phases_h>(pair);
-    char* begin = y + (long long)(((u32)first_d * s.h + first_h) * s.w + t.w * C::step_w) * ELEMENT;
-#pragma unroll
-    for (int first = 0; first < C::co_columns; first += C::passed) {
-      OPAQUE_2(plane, channel);                         // what follows from them is found here, not kept (spills)
-      named_sync(1 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc[pair], first, bias, begin, plane, buffer, channel, warp, lane);
-      named_sync(1 + wg, 128);
-      store_row(first, begin, buffer, first_d < s.d && first_h < s.h, columns, plane, warp, lane);
-    }
-  }
-}
-
-struct Consumer {
-  const Work<Phases>& work;
-  int wg, thread;
-  u32 own;                                              // where a stage has the lane's first channel and q
-  u32 weights;                                          // of the chunk, as descriptors have it
-
-  __device__ __forceinline__ Consumer(const Work<Phases>& work, int wg, int thread) : work(work), wg(wg), thread(thread) {
-    own = (thread & 3) * 2 * PITCH_BYTES + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * ELEMENT;
-    barrier_wait(landed(work.memory), 0);
-  }
-
-  struct At { u32 stage, weights; };
-  __device__ __forceinline__ At at(u32 stage) const { return {stage, uniform(weights)}; }
-  __device__ __forceinline__ Steps steps(int) const { return {0, CHUNKS}; }
-  __device__ __forceinline__ void begin(Sums& acc, int) {
-    zero(acc);
-    weights = work.memory >> 4;
-  }
-  // The stage is given back behind this, and so behind the instructions that take what was loaded. The arrival does not wait for loads, and
-  // these are late where stores fill the path to memory. Ahead of the instructions it gave wrong outputs on long rows (docs/experiments.md).
-  __device__ __forceinline__ void multiply(Sums& acc, const At& at, u32) {
-    u32 a[2][C::shifts][C::mb][4];
-#pragma unroll
-    for (int row = 0; row < C::source_row_count; row++) {
-      wgmma_wait<1>();
-      load_fragments(a[row % 2], own + at.stage + value_at<C::source_rows>(row) * ROW_BYTES);
-      multiply_row(acc, a[row % 2], row, at.weights);
-    }
-    weights += STEP_BYTES / 16;
-  }
-  __device__ __forceinline__ void store(const Sums& acc, int tile) const {
-    u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
-    Phases::store(acc, work.bias, work.y, work.sizes, tile_at(tile, work.sizes), buffer, wg, thread >> 5, thread & 31);
-  }
-};
-};
-
-// Pixels: forwards and gradients for the input on tensor cores, with positions of the result or the source as rows of M:
-//
-//   out[position][column] = sum over k of A[position][k] B[k][column]
-//
-// A is the source and B the packed weights; columns are channels of the result, times taps or phases. A mode (pixels_*.cuh, on top of
-// pixels.cuh) says what a tile is, what a stage of the ring has, how A reaches the tensor cores, and where sums go. Its constants are C,
-// which cuda/pixels/ computes; sizes of the input are arguments. wgmma alone, no groups.
-
-// Three sizes, and a mode's own.
-template <class M>
-__global__ void __launch_bounds__(M::THREADS, 1)
-pixels(const char* __restrict__ packed, const typename M::Type* __restrict__ bias, char* __restrict__ y, int d, int h, int w,
-       int a, int b, int c, int tiles, const __grid_constant__ TensorMap map) {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  const typename M::Sizes sizes = {d, h, w, a, b, c, tiles};
-  run<M>({packed, bias, y, sizes, map, shared_address(memory)});
-}
-
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
 //
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
@@ -2157,10 +1863,8 @@ pixels(const char* __restrict__ packed, const typename M::Type* __restrict__ bia
 template <class C_>
 struct WgradShape {
 using C = C_;
-using Number = NumberOf<C::precision>;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int SET_TAPS = C::taps_d * C::taps_h * C::taps_w;
 static constexpr int CO_TILES = (C::cout + C::block_co - 1) / C::block_co;
 
@@ -2171,11 +1875,10 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_d * X_ROWS_H;
+static constexpr int Q_ROWS = C::tile_d * C::tile_h;
 static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
 static constexpr int G_ROWS = C::g_rows_d * CLASS_ROWS;
-static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * ELEMENT;
+static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -2216,8 +1919,9 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
+static __device__ __forceinline__ Rows q_row(int r) { return {r / (C::tile_d * C::tile_h), r / C::tile_h % C::tile_d, r % C::tile_h}; }
 };
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
@@ -2227,7 +1931,6 @@ template <class C_>
 struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
-static constexpr int SIZE = S::ELEMENT;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
@@ -2236,19 +1939,19 @@ static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
 static constexpr int OF_UNIT = C::taps_h;          // taps of a unit
-static constexpr int UNITS = C::entries / C::taps_h;                  // of a warpgroup
 static constexpr int SET_UNITS = S::SET_TAPS / C::taps_h;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-static constexpr int PIXELS = S::X_ROWS * C::tile_w;
-static constexpr int BOX_BYTES = PIXELS * C::block_ci * SIZE;
+static constexpr int PIXELS = S::Q_ROWS / C::tile_h * (C::tile_h + C::stack - 1) * C::tile_w;  // `stack` rows may meet a row of g
+static constexpr int BOX_BYTES = PIXELS * C::block_ci * 4;
 static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
 static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
 static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
+static constexpr int G_ROW_BYTES = C::block_co * C::g_pitch * 4;  // of a box
 static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
@@ -2259,77 +1962,48 @@ static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixe
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
+// Of a row along H and a channel: the place of their class in the list of maps, and the elements by which the class's rows begin early.
+struct Class { int index, lead; };
+static __device__ __forceinline__ Class class_of(int row, int channel, const typename S::Sizes& s) {
+  const u32 begins = (u32)0 * s.out_d * s.out_h * s.out_w + (u32)0 * s.out_w;
+  return {0, (int)(begins & (S::VEC - 1))};
+}
+
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
+// A matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types. Steps are unrolled in parts, which differ by an
+// offset: some whole rows of positions or a part of one; stacked some columns of all rows.
+static constexpr int OF_ROW = C::tile_w * 4 / 32;
+static constexpr int PARTS = S::Q_ROWS * C::tile_w * 4 / 32 / C::unrolled;
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
-static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+// Where 32 bytes of pixels lie in x's tile. Bits of the number choose rows, segments and what lies in them: sums are of numbers as of places.
+static __device__ __forceinline__ u32 x_pixels_at(int i) {
+  const int line = i / (C::line_bytes / 32), within = i % (C::line_bytes / 32) * 32;
   return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
+}
+// Where step `k_step` begins there. Between slices are rows of a halo.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  return x_pixels_at(k_step + k_step / (C::tile_h * OF_ROW) * OF_ROW);
 }
 
 struct TensorMaps { TensorMap of[1 + C::row_classes]; };   // of x, and of g
 };
 
-// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
-
-// =====================================================================================================================
-// Boxes
-// =====================================================================================================================
-
-template <class T>
-struct WgradBoxes {
-using C = typename T::C;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
-
-// --- x ---
-
-// A chunk, from its input channel `channel` on.
-static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-  {
-    int w = (c.w);
-    load_box(to, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
-  }
-}
-
-// --- g: from its place `at` and output channel `channel` on ---
-
-static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-}
-
-// --- a chunk ---
-
-static constexpr int BYTES = T::BOX_BYTES + T::G_BYTES;
-
-static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::BOX_BYTES, barrier);
-}
-};
-
-// =====================================================================================================================
-// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
-// =====================================================================================================================
+// The warpgroup that brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: one thread asks for boxes; all threads turn x's
+// pixels, or copy rows of g that boxes cannot bring (wgrad.cuh).
 
 // A block's share of the work, and where its ring is.
 template <class T>
 struct WgradBlock {
+  using Ring = RingOf<T::C::stages, T::STAGE_BYTES>;
   const typename T::TensorMaps& maps;
   const char* g;
   typename T::Sizes s;
   typename T::Work work;
-  int split;
+  int begin, end;                          // its chunks
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
-
-  __device__ __forceinline__ int begin() const { return split * s.per_split; }
-  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+  Ring ring;
+  u32 raw_full;                            // a barrier: of x's pixels before they are turned
 };
 
 template <class T>
@@ -2337,19 +2011,45 @@ struct WgradProducer {
 using C = typename T::C;
 using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
-using Boxes = WgradBoxes<T>;
+
+// --- boxes ---
+
+static __device__ __forceinline__ void load_x(const Block& block, const Chunk& c, u32 to, u32 barrier) {
+  const int channel = block.work.group * C::cin + block.work.ci;
+  {
+    int w = (c.w);
+    load_box(to, block.maps.of[0], w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
+  }
+}
+
+// g's tile, which begins `at`. Gapless: a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's
+// pixels for it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
+static __device__ __forceinline__ void load_g(const Block& block, const Chunk& at, u32 to, u32 barrier) {
+  const TensorMap* maps = block.maps.of + 1;
+  const int channel = block.work.group * C::cout + block.work.co;
+  {
+    const int row = at.h, of = channel;  // of the class in this chunk
+    const typename T::Class c = T::class_of(row, of, block.s);
+    const int first = at.w + c.lead;
+    load_box(to, maps[c.index], first - (first & (T::VEC - 1)), of, row, at.d, at.n, barrier);
+  }
+}
+
+// --- all threads ---
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
   if (thread > 0) return;
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
-  const int end = block.end();
 #pragma unroll 1
-  for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const Chunk c = T::chunk_at(i, block.s);
-    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    const u32 barrier = block.full + cursor.stage * 8;
-    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const Chunk c = T::chunk_at(i, block.s), at = T::in_g(c, block.work);
+    const u32 tile = block.ring.stage(cursor), full = block.ring.full(cursor);
+    block.ring.wait_empty(cursor);
+    if (thread == 0) {
+      expect_bytes(full, T::BOX_BYTES + T::G_BYTES);
+      load_x(block, c, tile, full);
+      load_g(block, at, tile + T::BOX_BYTES, full);
+    }
     ;
   }
 }
@@ -2357,31 +2057,33 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
-// What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>
-struct WgradView {
+struct WgradMultiply {
 using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Rows = typename T::Rows;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[C::units];
+
+// =====================================================================================================================
+// What a thread has of M, and of g's tile
+// =====================================================================================================================
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
-struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+struct Lane { int lane, row, q, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
-  Lane of;
-  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
-  of.warp = thread >> 5, of.row = of.lane >> 2;
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2;
+  const int wg_units = wg * C::subs;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-  of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-  of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB);
-  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
-  return of;
+  warp = __shfl_sync(0xffffffffu, warp, 0);
+  return {lane, row, lane & 3, wg_units + warp * 16 / T::ROWS_PER_SUB, warp * 16 % T::ROWS_PER_SUB};
 }
 
-// A lane's view of its taps; the same for all chunks.
+// A lane's taps, the same for all chunks.
 struct Taps {
-  int at[T::UNITS];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
-  u32 line[T::UNITS];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[C::units];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[C::units];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
@@ -2392,71 +2094,64 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
-// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
-struct Half {
-  int row, column;
-  Rows memory;
-};
-struct Step { Half half[2]; };
-
-// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
-static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
+static __device__ __forceinline__ int lane_first(const Lane& of) {
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / 4) + channel % C::block_co * C::g_pitch + (of.q) * C::step_w;
+  }
 }
-
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {tile_row({n, d, 0}) + r,
-                    (8 * column + 4 * k) * C::step_w, {n, d * C::step_d, r}};
-  return step;
-}
-
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[C::row_classes]; };
 
 // g's tile of a chunk, as a lane sees it from `lane_at` on.
 struct Tile {
   const unsigned char* at;
   const Taps& taps;
   const Sizes& s;
-  Phases phases;
+  u32 phases[C::row_classes];              // NCHW: elements by which rows of a class begin off 16 bytes; copied by threads the first row
   int lane_at;
 };
+
+// =====================================================================================================================
+// Steps of K; constants after unrolling
+// =====================================================================================================================
+
+// A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
+struct Half {
+  int row, column;
+  Rows memory;
 };
+struct Step {
+  Half half[2];
+  u32 x;                                   // where it begins in x's tile
+};
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
+// the rows of g with this remainder by step_h.
+static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
+  k_step = k_step % T::Q_ROWS * T::OF_ROW + k_step / T::Q_ROWS;
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int strip = k_step;
+    const Rows q = T::q_row(strip / (C::tile_w / 8));
+    const int h = q.h * C::q_rows_h + remainder;
+    step.half[k].row = (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + h;
+    step.half[k].column = (strip % (C::tile_w / 8) * 8 + (4 * k)) * C::step_w;
+    step.half[k].memory = {q.n, q.d * C::step_d, q.h * C::step_h + remainder};
+  }
+  step.x = T::x_at(k_step);
+  return step;
+}
 
 // =====================================================================================================================
 // The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
 // (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-template <class T>
-struct WgradFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-using Step = typename V::Step;
-using Tile = typename V::Tile;
-
-// Where a lane begins, of channels_last in bytes, of NCHW in elements.
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  {
-    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
-    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q) * C::step_w;
-  }
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  load_elements(a, g, u, step);
-}
-
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
-  int at = g.lane_at + g.taps.at[u];
-  return at;
+  const int at = g.lane_at + g.taps.at[u];
+  return at + g.phases[0];
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -2476,35 +2171,22 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     }
   }
 }
-};
 
-template <class T>
-struct WgradUnits {
-  using C = typename T::C;
-  using F = WgradFragments<T>;
-  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+struct RunWords {
+  u32 word[2][2][1];  // of a step's two strips, of rows g and g + 8
   bool odd[2];                             // whether the run begins in the middle of the first
-
-  // The fragment of unit `u`, of units one after the other.
-  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    F::load(a, g, u, step);
-  }
-
 };
+
+// Of units one after the other.
+static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Tile& g, int u, const Step& step) {
+  {
+    load_elements(a, g, u, step);
+  }
+}
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
-
-template <class T>
-struct WgradMultiply {
-using C = typename T::C;
-using F = WgradFragments<T>;
-using Taps = typename F::Taps;
-using Step = typename F::Step;
-using Tile = typename F::Tile;
-using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
-using Sums = UnitSums[T::UNITS];
 
 // Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
 // ..., each a row above the one before; their sums lie in the order of the rows.
@@ -2529,40 +2211,58 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
-static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
-  else multiply_by<LEAST>(acc, first, a, x);
+// By the rows of x that a row of g with remainder `r` meets, of `x` and those behind it.
+static __device__ __forceinline__ void multiply(UnitSums& acc, int r, const u32 (&a)[4], u32 x) {
+  if (stack_of(r) == C::stack) multiply_by<C::stack>(acc, stack_begin(r), a, x);
+  else multiply_by<LEAST>(acc, stack_begin(r), a, x + T::X_ROW_BYTES);
 }
 
-// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
-static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
-  units.load(a, g, u, step);
-  wgmma_fence();
-  multiply(acc, first, rows, a, x);
-  wgmma_commit();
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[3][4];
-  WgradUnits<T> units;
-  g.at = tile + T::BOX_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT * C::step_w);
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
+// The unrolled steps of a part of a chunk.
+static __device__ __forceinline__ void multiply_part(Sums& acc, int part, const unsigned char* tile, Tile g) {
+  u32 a[3][4];                  // of the instructions in flight
+  RunWords run;
+  const Step from = step_of(part * C::unrolled);
+  g.at = tile + T::BOX_BYTES + from.half[0].row * T::G_ROW_BYTES;
+  g.lane_at += from.half[0].column;
+  const u32 x = shared_address(tile) + from.x;
 #pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
+  for (int k = 0; k < C::unrolled; k++)
 #pragma unroll
-    for (int i = 0; i < C::tile_d * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
-      multiply_unit(acc[0], units, a[step++ % 3], g, 0, at, stack_begin(remainder), stack_of(remainder), x);
-      wgmma_wait<3 - 1>();
-    }
+    for (int r = 0; r < C::step_h; r++)
+      {
+        const Step step = step_of(k, r);
+        u32 (&fragment)[4] = a[((k * C::step_h + r)) % 3];
+        load(fragment, run, g, 0, step);
+        wgmma_fence();
+        multiply(acc[0], r, fragment, x + step.x);
+        wgmma_commit(), wgmma_wait<3 - 1>();  // a fragment's registers are free again
+      }
   wgmma_wait<0>();
 }
 
+// A warpgroup's part of the block's record, in shared memory.
+static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, const Lane& of) {
+#pragma unroll
+  for (int u = 0; u < C::units; u++) {
+    int unit = of.first_unit + u;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < C::taps_h; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w;
+#pragma unroll
+        for (int j = 0; j < C::block_ci / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + 8 * h);
+            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][0][place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
 };
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
@@ -2583,129 +2283,80 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 //
 // K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
 
-// A block's sums as a record, in shared memory and at its place in global memory.
+// What becomes of a block's sums, of which each warpgroup has put its own into shared memory. As a record to global memory.
 // WAITS: until it is there.
 template <class T, bool WAITS = false>
 struct WgradRecord {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
 char* records;
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
-  put_shared(acc, block.base, of);
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
   fence_async_shared();
   named_sync<2, T::CONSUMERS>();           // all have stored theirs
   if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.ring.stages);  // the index is read again: kept, it spills
     bulk_commit();
     if constexpr (WAITS) bulk_wait();
     else bulk_wait_read();                 // the launch's end waits
   }
 }
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u;
-    if (unit >= T::SET_UNITS) continue;
-#pragma unroll
-    for (int i = 0; i < C::taps_h; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w;
-#pragma unroll
-        for (int j = 0; j < C::block_ci / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + 8 * h);
-            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][0][M::place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
-            store_shared_f32(to, sums[0]);
-            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
-  }
-}
 };
 
-template <class C_>
+template <class C>
 struct WgradWgmma {
-using C = C_;
 using T = WgradTile<C>;
-using Number = typename T::Number;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
+using Ring = typename Block::Ring;
 using M = WgradMultiply<T>;
-using F = typename M::F;
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
-  const Sizes& s = block.s;
-  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  g.lane_at += c.w & (T::VEC - 1);
+// A chunk's tile of g, for a lane. NCHW: its rows, 8 channels apart, begin alike.
+static __device__ __forceinline__ typename M::Tile tile_of(const Block& block, int i, const typename M::Lane& of, const typename M::Taps& taps, int lane_first) {
+  typename M::Tile g = {nullptr, taps, block.s, {}, lane_first};
+  const typename T::Sizes& s = block.s;
+  const typename T::Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  const int channel = block.work.group * C::cout + block.work.co;
+  g.phases[0] = (c.w + T::class_of(c.h, channel + (of.channel + of.row) / C::block_co, s).lead) & (T::VEC - 1);
+  return g;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
 template <class E>
 static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
+  const typename M::Lane of = M::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
-  typename F::Taps taps;
-  F::set_tap(taps, 0, of.first_unit, block.s);
-  const int lane_first = F::lane_first(of);
-  const int first = block.begin(), last = block.end();
-  CursorOf<C::stages> cursor = {0, 0};
+  typename M::Taps taps;
+  M::set_tap(taps, 0, of.first_unit, block.s);
+  const int lane_first = M::lane_first(of);
+  typename Ring::Cursor cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
   const int units_before = wg * C::subs;
   const bool idle = units_before >= T::SET_UNITS;
 #pragma unroll 1
-  for (int i = first; i < last; i++, cursor.next()) {
-    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    begin_rows(g, block, i, of);
-    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const typename M::Tile g = tile_of(block, i, of, taps, lane_first);
+    const unsigned char* stage = block.memory + cursor.stage * T::STAGE_BYTES;
+    block.ring.wait_full(cursor);
 #pragma unroll 1
-    for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
-    __syncwarp();
-    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    for (int part = idle ? T::PARTS : 0; part < T::PARTS; part++) M::multiply_part(acc, part, stage, g);
+    give_back(block.ring.empty(cursor), of.lane);
   }
-  end.put(acc, block, of, wg * 128 + thread);
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  M::store_sums(acc, block.ring.stages, of);
+  end.put(block, wg * 128 + thread);
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
 template <class E>
-static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
-  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  block.split = T::take_work(block.work, blockIdx.x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, C::warpgroups * 4);
-    }
-    barrier_init(last, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<C::producer_registers>();
-    WgradProducer<T>::run(block, thread);
-  } else {
-    more_registers<C::consumer_registers>();
-    consume(end, block, role - 1, thread);
-  }
+static __device__ __forceinline__ void run(const char* g, const E& end, const typename T::Sizes& s, const typename T::TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), barriers = base + T::RAW_AT;
+  Block block = {maps, g, s, {}, 0, 0, memory, Ring::at(base, barriers), barriers + Ring::BARRIER_BYTES};
+  block.begin = T::take_work(block.work, blockIdx.x) * s.per_split;
+  block.end = block.begin + s.per_split < s.chunks ? block.begin + s.per_split : s.chunks;
+  const auto init = [&] {
+    block.ring.init(1, C::warpgroups * 4);
+    barrier_init(block.raw_full, 1);
+  };
+  const auto produce = [&] { WgradProducer<T>::run(block, threadIdx.x & 127); };  // whose loops then have a known length
+  const auto consumer = [&](int wg, int thread) { consume(end, block, wg, thread); };
+  run_block<1, C::warpgroups, C::producer_registers, C::consumer_registers>(init, produce, consumer);
 }
 };
 
@@ -2721,43 +2372,50 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int precision = 0, cin = 32, cout = 32, producer_registers = 64, consumer_registers = 216;
-  static constexpr int tile_w = 64, mb = 1, chunk = 8, step_d = 2, step_h = 2, step_w = 2, kernel_d = 3, kernel_h = 3;
-  static constexpr int kernel_w = 3, first_d = 0, rows_d = 2, first_h = 0, rows_h = 2, source_row_count = 4, users = 9;
-  static constexpr int source_rows[4] = {0, 1, 2, 3}, first_users[5] = {0, 4, 6, 8, 9};
-  static constexpr int user_pairs[9] = {0, 1, 2, 3, 1, 3, 2, 3, 3}, user_taps[9] = {4, 5, 7, 8, 3, 6, 1, 2, 0};
-  static constexpr int pairs = 4, pair_phases_d[4] = {0, 0, 1, 1}, pair_phases_h[4] = {0, 1, 0, 1}, first_w = 0;
-  static constexpr int co_columns = 32, shifts = 2, shifts_at[2] = {0, 1}, shift_widths[2] = {64, 32};
-  static constexpr int widths[2] = {32, 64}, shift_columns = 96, columns_before[3] = {0, 64, 96};
-  static constexpr int column_taps[3] = {2, 1, 0}, places_of_phases[2] = {1, 0}, pitch = 68, passed = 16, stages = 6;
+  static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, precision = 0, cin = 32, ck = 8, tile_n = 1;
+  static constexpr int tile_d = 1, tile_h = 4, tile_w = 64, in_step_d = 1, in_step_h = 1, in_step_w = 1, rows_d = 2;
+  static constexpr int rows_h = 5, row_step_d = 1, row_step_h = 1, offsets_d[2] = {0, 1};
+  static constexpr int offsets_h[5] = {0, 1, 2, 3, 4}, planes = 1, stages_p = 2, stages_s = 3, fetch = 1, first_d = 0;
+  static constexpr int first_h = 0, box_units = 17, column_pad = 0, cout_g = 32, split = 0, mb = 2, subs = 2;
+  static constexpr int rows_per_sub = 32, m_groups = 2, w_stage = 6, ring_fragments = 36, out_step_d = 2;
+  static constexpr int out_step_h = 2, out_step_w = 2, cout = 32, taps = 27, w_subs = 2, blocks_of_w[2] = {0, 1};
+  static constexpr int variants = 2, subs_d[4] = {0, 0, 1, 1}, subs_h[4] = {0, 1, 0, 1}, subs_w[2] = {0, 0};
+  static constexpr int stages_w = 6, steps = 0, taps_unrolled = 12, fragment_sets = 3;
+  static constexpr int entries[6] = {0, 2, 6, 6, 10, 18};
+  static constexpr int tap_rows[18] = {0, 65, 0, 1, 65, 66, 0, 65, 325, 390, 0, 1, 65, 66, 325, 326, 390, 391};
+  static constexpr int tap_indices[36] = {13, 16, -1, 10, 14, 17, 12, 15, -1, 11, -1, 9, 22, 25, -1, 19, 4, 7, -1, 1, 23, 26, 21, 24, -1, 20, -1, 18, 5, 8, 3, 6, -1, 2, -1, 0};
+  static constexpr int stretches = 2, first_of_stretches[2] = {0, 1}, run_groups = 8, store_unit = 4;
+  static constexpr int producer_registers = 48, consumer_registers = 208;
+  static constexpr bool channels_last = false, resident = false, grad_input = false, queued = false, boxed = false;
+  static constexpr bool claimed = true;
 };
 
 // --- constants: gradient for the input -------------------------------------------------------------------------------
 
-struct GradInput {
-  static constexpr int cin_g = 32, first_w = -1, columns = 129, plane = 65, precision = 0, cin = 32, ck = 8, tile_n = 1;
-  static constexpr int tile_d = 1, tile_h = 1, tile_w = 64, in_step_d = 2, in_step_h = 2, in_step_w = 2, rows_d = 3;
+struct GradInput : Forward {
+  static constexpr int first_w = -1, columns = 129, tile_h = 1, in_step_d = 2, in_step_h = 2, in_step_w = 2, rows_d = 3;
   static constexpr int rows_h = 3, row_step_d = 2, row_step_h = 2, offsets_d[3] = {-1, 0, 1}, offsets_h[3] = {-1, 0, 1};
-  static constexpr int planes = 2, stages_p = 2, stages_s = 2, fetch = 1, first_d = -1, first_h = -1, box_units = 33;
-  static constexpr int column_pad = 3, cout_g = 32, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5;
-  static constexpr int ring_fragments = 30, cout = 32, taps = 27, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0};
-  static constexpr int subs_w[1] = {0}, stages_w = 6, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
+  static constexpr int planes = 2, stages_s = 2, first_d = -1, first_h = -1, box_units = 33, column_pad = 3, split = 2;
+  static constexpr int mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1, w_stage = 5, ring_fragments = 30;
+  static constexpr int out_step_d = 1, out_step_h = 1, out_step_w = 1, w_subs = 1, blocks_of_w[1] = {0}, variants = 1;
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, steps = 1, taps_unrolled = 9;
+  static constexpr int entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 65, 1, 130, 195, 131, 260, 325, 261, 390, 455, 391, 520, 585, 521, 650, 715, 651, 780, 845, 781, 910, 975, 911, 1040, 1105, 1041};
   static constexpr int tap_indices[27] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26};
-  static constexpr int round_shifts[9] = {0, 65, 1, 130, 195, 131, 260, 325, 261}, run_groups = 8;
+  static constexpr int round_shifts[9] = {0, 65, 1, 130, 195, 131, 260, 325, 261}, store_unit = 16;
   static constexpr int producer_registers = 56, consumer_registers = 200;
-  static constexpr bool channels_last = false, resident = false, queued = true, boxed = false, claimed = true;
+  static constexpr bool grad_input = true, queued = true;
 };
 
 // --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 32, block_ci = 32, block_co = 16, g_pitch = 68, tile_n = 1;
-  static constexpr int kernel_d = 3, step_d = 2, padding_d = 1, taps_d = 3, tile_d = 2, kernel_h = 3, step_h = 2;
-  static constexpr int padding_h = 1, taps_h = 3, tile_h = 2, kernel_w = 3, step_w = 2, padding_w = 1, taps_w = 3;
-  static constexpr int tile_w = 32, g_rows_d = 5, q_rows_d = 2, g_rows_h = 4, q_rows_h = 2, warpgroups = 3, subs = 4;
-  static constexpr int entries = 3, stages = 2, unrolled = 4, stack = 2, row_classes = 1, line_bytes = 128;
-  static constexpr int segment = 128, g_width = 16, producer_registers = 56, consumer_registers = 152;
+  static constexpr int step_d = 2, padding_d = 1, taps_d = 3, tile_d = 2, step_h = 2, padding_h = 1, taps_h = 3;
+  static constexpr int tile_h = 2, step_w = 2, padding_w = 1, taps_w = 3, tile_w = 32, g_rows_d = 5, q_rows_d = 2;
+  static constexpr int g_rows_h = 4, q_rows_h = 2, warpgroups = 3, subs = 4, units = 1, stages = 2, unrolled = 16;
+  static constexpr int stack = 2, row_classes = 1, line_bytes = 128, segment = 128, g_width = 16;
+  static constexpr int producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 
@@ -2832,14 +2490,16 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 7>& sizes) {
+             int blocks, const std::array<int, 11>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor packed = at::empty({110592}, x.options().dtype(at::kByte));
-  kernels::pack<kernels::Phases<kernels::Forward>><<<27, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::pixels<kernels::Phases<kernels::Forward>><<<blocks, 384, shared(kernels::pixels<kernels::Phases<kernels::Forward>>, 232136), stream>>>(
-      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{68, 1, 1, 8, 1},
+  const at::Tensor packed = at::empty({147456}, x.options().dtype(at::kByte));
+  const at::Tensor zeros = at::zeros({12}, x.options().dtype(at::kByte));
+  kernels::pack<kernels::GatherPack<kernels::Forward>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 217240), stream>>>(
+      of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
+      sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
+      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 5, 2, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2927,13 +2587,12 @@ def full(t: Tensor):
 
 
 def forward_launch(batch, source, result, processors):
-    """(blocks, sizes): a block's two consumers take tiles of 64 places of a row, and all blocks about as many."""
+    """(blocks, sizes): persistent blocks, which take tile after tile of 1x1x4x64 positions (NxDxHxW)."""
     tiles_d = ceil(result[0], 2)
-    tiles_h = ceil(result[1], 2)
+    tiles_h = ceil(result[1], 8)
     tiles_w = ceil(result[2], 128)
-    tiles = batch * tiles_d * tiles_h * tiles_w
-    pairs = ceil(tiles, 2)
-    return ceil(pairs, ceil(pairs, processors)), (*result, tiles_d, tiles_h, tiles_w, tiles)
+    tiles = batch * tiles_d * tiles_h * tiles_w * 2
+    return min(tiles, processors), (batch, *source, *result, tiles_d, tiles_h, tiles_w, tiles)
 
 
 def grad_input_launch(batch, source, result, processors):

@@ -422,6 +422,28 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
 // What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
 __device__ __forceinline__ void leave(u32 barrier, int lane) {
   if (lane == 0 && barrier) barrier_arrive(barrier);
@@ -432,6 +454,27 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   leave(barrier, lane);
 }
 
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
+}
+
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -440,7 +483,6 @@ template <int P>
 struct NumberOf;
 struct Float32 {
   using Type = float;
-  static constexpr int SIZE = 4;
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
@@ -578,6 +620,7 @@ static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = C::tile_n * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane + within / C::plane;
@@ -1606,10 +1649,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
 template <class C_>
 struct WgradShape {
 using C = C_;
-using Number = NumberOf<C::precision>;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
 // row, and ci of neighbouring lanes 2 rows apart, 8 banks. Taps lie 8 banks apart.
@@ -1618,7 +1659,7 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = C::taps_w * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int G_BYTES = C::block_co * C::g_pitch * ELEMENT;
+static constexpr int G_BYTES = C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1658,9 +1699,9 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r, 0, 0}; }
+static __device__ __forceinline__ Rows q_row(int r) { return {r, 0, 0}; }
 };
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
@@ -1670,7 +1711,6 @@ template <class C_>
 struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
-static constexpr int SIZE = S::ELEMENT;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
@@ -1678,12 +1718,11 @@ static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
 static constexpr int OF_UNIT = 1;          // taps of a unit
-static constexpr int UNITS = C::entries;                  // of a warpgroup
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
 static constexpr int BOXES = C::line_bytes / C::segment;
-static constexpr int BOX_BYTES = C::tile_w * C::block_ci * SIZE / BOXES;
+static constexpr int BOX_BYTES = C::tile_w * C::block_ci * 4 / BOXES;
 static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
@@ -1691,8 +1730,7 @@ static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
-static constexpr int G_BOX_BYTES =                                   // of a row
-    C::block_co * C::g_pitch * SIZE;
+static constexpr int G_ROW_BYTES = C::block_co * C::g_pitch * 4;  // of a box
 static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
@@ -1703,82 +1741,46 @@ static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixe
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
+// Of a row along H and a channel: the place of their class in the list of maps, and the elements by which the class's rows begin early.
+struct Class { int index, lead; };
+static __device__ __forceinline__ Class class_of(int row, int channel, const typename S::Sizes& s) {
+  const u32 begins = (u32)0 * s.out_d * s.out_h * s.out_w + (u32)0 * s.out_w;
+  return {0, (int)(begins & (S::VEC - 1))};
+}
+
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int K_STEPS = C::tile_w * SIZE / 32;      // a matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types
-static constexpr int STEPS = K_STEPS * C::entries;
-static constexpr int W_STRIPS = C::tile_w / 8;
+static constexpr int PARTS = C::tile_w * 4 / 32 / C::unrolled;
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
-static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+// Where 32 bytes of pixels lie in x's tile. Bits of the number choose rows, segments and what lies in them: sums are of numbers as of places.
+static __device__ __forceinline__ u32 x_pixels_at(int i) {
+  const int line = i / (C::line_bytes / 32), within = i % (C::line_bytes / 32) * 32;
   return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
+}
+// Where step `k_step` begins there. Between slices are rows of a halo.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  return x_pixels_at(k_step);
+  return x_pixels_at(k_step);
 }
 
 struct TensorMaps { TensorMap of[1 + C::row_classes]; };   // of x, and of g
 };
 
-// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
-
-// =====================================================================================================================
-// Boxes
-// =====================================================================================================================
-
-template <class T>
-struct WgradBoxes {
-using C = typename T::C;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
-
-// --- x ---
-
-// A chunk, from its input channel `channel` on.
-static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::BOXES; i++) {
-    {
-      int w = (c.w) + i * (C::segment / T::ELEMENT);
-      load_box(to + i * T::BOX_BYTES, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
-    }
-  }
-}
-
-// --- g: from its place `at` and output channel `channel` on ---
-
-static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-}
-
-// --- a chunk ---
-
-static constexpr int BYTES = T::X_TILE_BYTES + T::G_BYTES;
-
-static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
-}
-};
-
-// =====================================================================================================================
-// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
-// =====================================================================================================================
+// The warpgroup that brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: one thread asks for boxes; all threads turn x's
+// pixels, or copy rows of g that boxes cannot bring (wgrad.cuh).
 
 // A block's share of the work, and where its ring is.
 template <class T>
 struct WgradBlock {
+  using Ring = RingOf<T::C::stages, T::STAGE_BYTES>;
   const typename T::TensorMaps& maps;
   const char* g;
   typename T::Sizes s;
   typename T::Work work;
-  int split;
+  int begin, end;                          // its chunks
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
-
-  __device__ __forceinline__ int begin() const { return split * s.per_split; }
-  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+  Ring ring;
+  u32 raw_full;                            // a barrier: of x's pixels before they are turned
 };
 
 template <class T>
@@ -1786,19 +1788,48 @@ struct WgradProducer {
 using C = typename T::C;
 using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
-using Boxes = WgradBoxes<T>;
+
+// --- boxes ---
+
+static __device__ __forceinline__ void load_x(const Block& block, const Chunk& c, u32 to, u32 barrier) {
+  const int channel = block.work.group * C::cin + block.work.ci;
+#pragma unroll 1
+  for (int i = 0; i < T::BOXES; i++) {
+    {
+      int w = (c.w) + i * (C::segment / 4);
+      load_box(to + i * T::BOX_BYTES, block.maps.of[0], w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
+    }
+  }
+}
+
+// g's tile, which begins `at`. Gapless: a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's
+// pixels for it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
+static __device__ __forceinline__ void load_g(const Block& block, const Chunk& at, u32 to, u32 barrier) {
+  const TensorMap* maps = block.maps.of + 1;
+  const int channel = block.work.group * C::cout + block.work.co;
+  {
+    const int row = at.h, of = channel;  // of the class in this chunk
+    const typename T::Class c = T::class_of(row, of, block.s);
+    const int first = at.w + c.lead;
+    load_box(to, maps[c.index], first - (first & (T::VEC - 1)), of, row, at.d, at.n, barrier);
+  }
+}
+
+// --- all threads ---
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
   if (thread > 0) return;
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
-  const int end = block.end();
 #pragma unroll 1
-  for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const Chunk c = T::chunk_at(i, block.s);
-    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    const u32 barrier = block.full + cursor.stage * 8;
-    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const Chunk c = T::chunk_at(i, block.s), at = T::in_g(c, block.work);
+    const u32 tile = block.ring.stage(cursor), full = block.ring.full(cursor);
+    block.ring.wait_empty(cursor);
+    if (thread == 0) {
+      expect_bytes(full, T::X_TILE_BYTES + T::G_BYTES);
+      load_x(block, c, tile, full);
+      load_g(block, at, tile + T::X_TILE_BYTES, full);
+    }
     ;
   }
 }
@@ -1806,30 +1837,32 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
-// What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>
-struct WgradView {
+struct WgradMultiply {
 using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Rows = typename T::Rows;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[C::units];
+
+// =====================================================================================================================
+// What a thread has of M, and of g's tile
+// =====================================================================================================================
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
-struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+struct Lane { int lane, row, q, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
-  Lane of;
-  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
-  of.warp = thread >> 5, of.row = of.lane >> 2;
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2;
+  const int wg_units = wg * C::units;
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-  of.first_unit = (wg + of.warp * 16 / 64) * C::entries;
-  of.channel = of.wg_m * 64 + of.warp * 16 % 64;
-  return of;
+  return {lane, row, lane & 3, wg_units + warp * 16 / 64 * C::units, warp * 16 % 64};
 }
 
-// A lane's view of its taps; the same for all chunks.
+// A lane's taps, the same for all chunks.
 struct Taps {
-  int at[C::entries];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
-  u32 line[C::entries];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[C::units];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[C::units];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
@@ -1840,73 +1873,63 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
-// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
-struct Half {
-  int row, column;
-  Rows memory;
-};
-struct Step { Half half[2]; };
-
-// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
-static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n + q.d) + q.h;
-}
-
-// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
-static __device__ __forceinline__ Step step_of(int k_step) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    int strip = k_step;
-    Rows q = T::x_row(strip / T::W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % T::W_STRIPS * 8 + (4 * k)), {q.n, q.d, q.h}};
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
+static __device__ __forceinline__ int lane_first(const Lane& of) {
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / 4) + channel % C::block_co * C::g_pitch + (of.q);
   }
-  return step;
 }
-
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[C::row_classes]; };
 
 // g's tile of a chunk, as a lane sees it from `lane_at` on.
 struct Tile {
   const unsigned char* at;
   const Taps& taps;
   const Sizes& s;
-  Phases phases;
+  u32 phases[C::row_classes];              // NCHW: elements by which rows of a class begin off 16 bytes; copied by threads the first row
   int lane_at;
 };
+
+// =====================================================================================================================
+// Steps of K; constants after unrolling
+// =====================================================================================================================
+
+// A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
+struct Half {
+  int row, column;
+  Rows memory;
 };
+struct Step {
+  Half half[2];
+  u32 x;                                   // where it begins in x's tile
+};
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
+// the rows of g with this remainder by step_h.
+static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int strip = k_step;
+    const Rows q = T::q_row(strip / (C::tile_w / 8));
+    const int h = q.h + remainder;
+    step.half[k].row = (q.n + q.d) + h;
+    step.half[k].column = (strip % (C::tile_w / 8) * 8 + (4 * k));
+    step.half[k].memory = {q.n, q.d, q.h + remainder};
+  }
+  step.x = T::x_at(k_step);
+  return step;
+}
 
 // =====================================================================================================================
 // The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
 // (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-template <class T>
-struct WgradFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-using Step = typename V::Step;
-using Tile = typename V::Tile;
-
-// Where a lane begins, of channels_last in bytes, of NCHW in elements.
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  {
-    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
-    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q);
-  }
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  load_elements(a, g, u, step);
-}
-
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
-  int at = g.lane_at + g.taps.at[u];
-  return at;
+  const int at = g.lane_at + g.taps.at[u];
+  return at + g.phases[0];
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -1926,35 +1949,24 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     }
   }
 }
-};
 
-template <class T>
-struct WgradUnits {
-  using C = typename T::C;
-  using F = WgradFragments<T>;
-  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+struct RunWords {
+  u32 word[2][2][1];  // of a step's two strips, of rows g and g + 8
   bool odd[2];                             // whether the run begins in the middle of the first
-
-  // The fragment of unit `u`, of units one after the other.
-  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    F::load(a, g, u, step);
-  }
-
 };
+
+// Of units one after the other.
+static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Tile& g, int u, const Step& step) {
+  {
+    load_elements(a, g, u, step);
+  }
+}
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-template <class T>
-struct WgradMultiply {
-using C = typename T::C;
-using F = WgradFragments<T>;
-using Taps = typename F::Taps;
-using Step = typename F::Step;
-using Tile = typename F::Tile;
-using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
-using Sums = UnitSums[T::UNITS];
+static __device__ __forceinline__ int stack_begin(int r) { return r + (r < 0 ? r : 0); }
 
 // A fragment by ROWS rows of x, whose first begins at `x`: their sums follow each other from `first` rows on.
 template <int ROWS>
@@ -1969,76 +1981,37 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
-static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
+// By the rows of x that a row of g with remainder `r` meets, of `x` and those behind it.
+static __device__ __forceinline__ void multiply(UnitSums& acc, int r, const u32 (&a)[4], u32 x) {
+  multiply_by<C::stack>(acc, stack_begin(r), a, x);
 }
 
-// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
-static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
-  units.load(a, g, u, step);
-  wgmma_fence();
-  multiply(acc, first, rows, a, x);
-  wgmma_commit();
-}
-
-// The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
-static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, Tile g) {
-  u32 a[3][4];
-  WgradUnits<T> units;
-  const int first = run * (C::unrolled / C::entries);
-  const typename F::Half from = F::step_of(first).half[0];
-  g.at = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  g.lane_at += from.column;
-  u32 x_from = shared_address(tile) + T::x_at(first);
+// The unrolled steps of a part of a chunk.
+static __device__ __forceinline__ void multiply_part(Sums& acc, int part, const unsigned char* tile, Tile g) {
+  u32 a[3][4];                  // of the instructions in flight
+  RunWords run;
+  const Step from = step_of(part * C::unrolled);
+  g.at = tile + T::X_TILE_BYTES + from.half[0].row * T::G_ROW_BYTES;
+  g.lane_at += from.half[0].column;
+  const u32 x = shared_address(tile) + from.x;
 #pragma unroll
-  for (int step = 0; step < C::unrolled; step++) {
-    const int e = step % C::entries, k = step / C::entries;
-    multiply_unit(acc[e], units, a[step % 3], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
-    if (step + 1 == C::unrolled) wgmma_wait<0>();
-    else wgmma_wait<3 - 1>();
-  }
-}
-};
-
-// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
-//
-// The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
-// 64 / subs channels), N = block_ci input channels, K = pixels.
-//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
-//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
-//      rounded to TF32 on the way.
-// Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
-// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap.
-// g comes by boxes too, where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or
-// by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
-//
-// K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
-
-// A block's sums as a record, in shared memory and at its place in global memory.
-// WAITS: until it is there.
-template <class T, bool WAITS = false>
-struct WgradRecord {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
-char* records;
-
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
-  put_shared(acc, block.base, of);
-  fence_async_shared();
-  named_sync<2, T::CONSUMERS>();           // all have stored theirs
-  if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
-    bulk_commit();
-    if constexpr (WAITS) bulk_wait();
-    else bulk_wait_read();                 // the launch's end waits
-  }
-}
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  for (int k = 0; k < C::unrolled; k++)
 #pragma unroll
-  for (int u = 0; u < C::entries; u++) {
+      for (int u = 0; u < C::units; u++) {
+        const Step step = step_of(k, 0);
+        u32 (&fragment)[4] = a[(k * C::units + u) % 3];
+        load(fragment, run, g, u, step);
+        wgmma_fence();
+        multiply(acc[u], 0, fragment, x + step.x);
+        wgmma_commit(), wgmma_wait<3 - 1>();  // a fragment's registers are free again
+      }
+  wgmma_wait<0>();
+}
+
+// A warpgroup's part of the block's record, in shared memory.
+static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, const Lane& of) {
+#pragma unroll
+  for (int u = 0; u < C::units; u++) {
     int unit = of.first_unit + u;
     if (unit >= C::taps_w) continue;
     // A unit is a tap, or (stacked) a column of taps_h of them.
@@ -2057,84 +2030,95 @@ static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u
 }
 };
 
-template <class C_>
+// Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
+//
+// The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
+// 64 / subs channels), N = block_ci input channels, K = pixels.
+//   A, from registers: g's tile with its halo, read from shared memory at any column, so that a tap is an address.
+//   B, from shared memory by descriptor: x's tile as the tensor copy engine leaves it. NCHW: rows of a channel's pixels (K-major),
+//      rounded to TF32 on the way.
+// Roles: one warpgroup copies, the others multiply: split_m of them divide the output channels of a block, the others its taps,
+// UNITS x subs fragments of A at a time: UNITS neighbours for each of subs bands of rows. A unit is a tap.
+// g comes by boxes too, where its rows lie evenly: channels_last by one for each C::g_width channels and plane; NCHW by one, or
+// by one for each class of rows that begin off 16 bytes (classed), or by threads where these are too many.
+//
+// K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
+
+// What becomes of a block's sums, of which each warpgroup has put its own into shared memory. As a record to global memory.
+// WAITS: until it is there.
+template <class T, bool WAITS = false>
+struct WgradRecord {
+char* records;
+
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
+  fence_async_shared();
+  named_sync<2, T::CONSUMERS>();           // all have stored theirs
+  if (thread == 0) {
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.ring.stages);  // the index is read again: kept, it spills
+    bulk_commit();
+    if constexpr (WAITS) bulk_wait();
+    else bulk_wait_read();                 // the launch's end waits
+  }
+}
+};
+
+template <class C>
 struct WgradWgmma {
-using C = C_;
 using T = WgradTile<C>;
-using Number = typename T::Number;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
+using Ring = typename Block::Ring;
 using M = WgradMultiply<T>;
-using F = typename M::F;
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
-  const Sizes& s = block.s;
-  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  g.lane_at += c.w & (T::VEC - 1);
+// A chunk's tile of g, for a lane. NCHW: its rows, 8 channels apart, begin alike.
+static __device__ __forceinline__ typename M::Tile tile_of(const Block& block, int i, const typename M::Lane& of, const typename M::Taps& taps, int lane_first) {
+  typename M::Tile g = {nullptr, taps, block.s, {}, lane_first};
+  const typename T::Sizes& s = block.s;
+  const typename T::Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  const int channel = block.work.group * C::cout + block.work.co;
+  g.phases[0] = (c.w + T::class_of(c.h, channel + (of.channel + of.row) / C::block_co, s).lead) & (T::VEC - 1);
+  return g;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
 template <class E>
 static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
+  const typename M::Lane of = M::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
-  typename F::Taps taps;
+  typename M::Taps taps;
 #pragma unroll
-  for (int u = 0; u < C::entries; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
-  const int lane_first = F::lane_first(of);
-  const int first = block.begin(), last = block.end();
-  CursorOf<C::stages> cursor = {0, 0};
+  for (int u = 0; u < C::units; u++) M::set_tap(taps, u, of.first_unit + u, block.s);
+  const int lane_first = M::lane_first(of);
+  typename Ring::Cursor cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg * C::entries;
+  const int units_before = wg * C::units;
   const bool idle = units_before >= C::taps_w || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
-  for (int i = first; i < last; i++, cursor.next()) {
-    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    begin_rows(g, block, i, of);
-    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const typename M::Tile g = tile_of(block, i, of, taps, lane_first);
+    const unsigned char* stage = block.memory + cursor.stage * T::STAGE_BYTES;
+    block.ring.wait_full(cursor);
 #pragma unroll 1
-    for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
-    __syncwarp();
-    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    for (int part = idle ? T::PARTS : 0; part < T::PARTS; part++) M::multiply_part(acc, part, stage, g);
+    give_back(block.ring.empty(cursor), of.lane);
   }
-  end.put(acc, block, of, wg * 128 + thread);
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  M::store_sums(acc, block.ring.stages, of);
+  end.put(block, wg * 128 + thread);
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
 template <class E>
-static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
-  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  block.split = T::take_work(block.work, blockIdx.x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, C::warpgroups * 4);
-    }
-    barrier_init(last, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<C::producer_registers>();
-    WgradProducer<T>::run(block, thread);
-  } else {
-    more_registers<C::consumer_registers>();
-    consume(end, block, role - 1, thread);
-  }
+static __device__ __forceinline__ void run(const char* g, const E& end, const typename T::Sizes& s, const typename T::TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), barriers = base + T::RAW_AT;
+  Block block = {maps, g, s, {}, 0, 0, memory, Ring::at(base, barriers), barriers + Ring::BARRIER_BYTES};
+  block.begin = T::take_work(block.work, blockIdx.x) * s.per_split;
+  block.end = block.begin + s.per_split < s.chunks ? block.begin + s.per_split : s.chunks;
+  const auto init = [&] {
+    block.ring.init(1, C::warpgroups * 4);
+    barrier_init(block.raw_full, 1);
+  };
+  const auto produce = [&] { WgradProducer<T>::run(block, threadIdx.x & 127); };  // whose loops then have a known length
+  const auto consumer = [&](int wg, int thread) { consume(end, block, wg, thread); };
+  run_block<1, C::warpgroups, C::producer_registers, C::consumer_registers>(init, produce, consumer);
 }
 };
 
@@ -2172,8 +2156,8 @@ struct GradInput : Forward {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 148, tile_n = 1;
-  static constexpr int kernel_w = 5, dilation_w = 3, taps_w = 5, tile_w = 128, warpgroups = 3, entries = 2, stages = 4;
-  static constexpr int unrolled = 32, stack = 1, row_classes = 1, line_bytes = 512, segment = 128, g_width = 32;
+  static constexpr int kernel_w = 5, dilation_w = 3, taps_w = 5, tile_w = 128, warpgroups = 3, units = 2, stages = 4;
+  static constexpr int unrolled = 16, stack = 1, row_classes = 1, line_bytes = 512, segment = 128, g_width = 32;
   static constexpr int producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };

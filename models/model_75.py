@@ -760,7 +760,6 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
 static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
 static constexpr int G_BYTES = CLASS_ROWS * C::block_co * C::g_pitch * 4;
 
@@ -802,14 +801,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index / C::groups;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / X_ROWS_H, 0, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return h * C::apart_h; }
-static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h;
-  return {r / C::g_rows_h, 0, g_row_h(h)};
-}
+static __device__ __forceinline__ Rows q_row(int r) { return {r / C::tile_h, 0, r % C::tile_h}; }
+static __device__ __forceinline__ Rows g_row(int r) { return {r / C::g_rows_h, 0, r % C::g_rows_h * C::apart_h}; }
 };
 
 // =====================================================================================================================
@@ -823,9 +818,8 @@ template <class S>
 struct WgradG {
   using C = typename S::C;
   static constexpr int ROWS = S::CLASS_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
-  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch, APART_H = C::apart_h;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
 
 // The tile of an operand by so many threads. `at`: where it begins in the tensor; `channel`, of which `left` are the group's.
@@ -836,11 +830,7 @@ using Rows = typename S::Rows;
 using Place = typename S::Chunk;
 static constexpr int ELEMENT = 4, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
 
-static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  copy_rows(tensor, memory, at, channel, left, to, thread);
-}
-
-// NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
+// NCHW: [row][channel][column]. A unit that holds the left border is copied whole; `clear_left` clears what lies before it when it has
 // landed. Copies in parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
 // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
 static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
@@ -859,36 +849,30 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
       const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * 4;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * 4) {
-        int h = at.h + Operand::row_h(rh);
+        int h = at.h + rh * Operand::APART_H;
         const char* from = base + (long long)h * (memory.w * 4);
         int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / 4;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
-        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+        const int have = (memory.w - first) * 4;
+        copy16(to_address + offset, in ? from : tensor, in ? have < 16 ? have : 16 : 0);
       }
     }
   }
 }
 
-// NCHW: whether rows of the tile reach beyond the image.
-static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, const Place& at) {
-  return at.w < 0 || at.w + Operand::COLUMNS > memory.w;
-}
-
-// Clears elements before column 0 and from column `memory.w` on, in the units that hold such a border.
-static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
+// NCHW, of rows that begin before column 0: clears the elements before it in the unit that holds it.
+static __device__ __forceinline__ void clear_left(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)memory.d * memory.h * memory.w;
 #pragma unroll 1
   for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
     u32 first = (u32)((u64)tensor / 4) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
-    int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
+    const int zero = (int)(first & (VEC - 1)) - at.w;  // the element of column 0
     Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * 4);
-    if (zero > 0 && zero < Operand::UNITS * VEC)
+    if (zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC)
-      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }
 };
@@ -937,19 +921,18 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / WARPS_N;
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_BYTES = S::X_ROWS_H * C::block_ci * C::x_pitch * 4;
+static constexpr int X_BYTES = C::tile_h * C::block_ci * C::x_pitch * 4;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS_H * W_STRIPS;
+static constexpr int STRIPS = C::tile_h * W_STRIPS;
 
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS_H, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
-  static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return h; }
+  static constexpr int ROWS = C::tile_h, ROWS_H = C::tile_h, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch, APART_H = 1;
+  static __device__ __forceinline__ Rows row(int r) { return S::q_row(r); }
 };
 using CopiesX = WgradCopies<S, X, THREADS>;
 using CopiesG = WgradCopies<S, WgradG<S>, THREADS>;
@@ -958,8 +941,10 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
+  const Chunk at = S::in_g(c, work);
+  const int x_channel = work.group * C::cin + work.ci, g_channel = work.group * C::cout + work.co;
+  CopiesX::copy_rows(x, x_memory(s), c, x_channel, C::cin - work.ci, stage, thread);
+  CopiesG::copy_rows(g, g_memory(s), at, g_channel, C::cout - work.co, stage + X_BYTES, thread);
 }
 
 // =====================================================================================================================
@@ -973,30 +958,22 @@ struct Lane {                              // of a warp
 };
 
 struct Half {                              // of a step's K
-  int x_at;                                // where it lies in x's tile
-  int row_n, row_d, row_h, column;         // and in g's, before the tap's share
+  Rows q;
+  int column, x_at;                        // of q; where it lies in x's tile
 };
 
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = step, row = strip / W_STRIPS;
-  Rows at = S::x_row(row);
-  Half half;
-  half.row_n = at.n;
-  half.row_d = at.d;
-  half.row_h = at.h;
-  half.column = strip % W_STRIPS * 8 + (4 * k);
-  half.x_at = row * C::block_ci * C::x_pitch + half.column;
-  return half;
+  const int strip = step, row = strip / W_STRIPS, column = strip % W_STRIPS * 8 + (4 * k);
+  const Rows q = S::q_row(row);
+  return {q, column, row * C::block_ci * C::x_pitch + column};
 }
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td, h = half.row_h + th;
-  int row = (half.row_n + d) * C::g_rows_h + h;
-  int image = half.row_n;
-  int at_d = d;
-  int at_h = h * C::apart_h;
-  int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
+  const Rows& q = half.q;
+  const int row = (q.n + q.d + td) * C::g_rows_h + q.h + th;
+  const int d = q.d + td, h = q.h * C::step_h + th * C::dilation_h;
+  const int phase = (g_phase + ((u32)(q.n * S::COUT) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w) & (VEC - 1);
   return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
 
@@ -1070,14 +1047,14 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // A block
 // =====================================================================================================================
 
-// NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
+// NCHW: what lies before the border of a chunk's tile of g, and how rows of both tiles are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
-  bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
-  if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
-  if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
-  if (borders_x || borders_g) __syncthreads();
+  const int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  if (at.w < 0) {
+    CopiesG::clear_left(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
+    __syncthreads();
+  }
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
   int channel_x = first_x + of.g, channel_g = first_g + of.g;
   of.x_phase = (u32)((u64)x / 4) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;
@@ -1160,8 +1137,7 @@ struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
   static constexpr int g_units = 26, g_pitch = 108, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3;
   static constexpr int tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2, taps_w = 5, tile_w = 32;
-  static constexpr int apart_h = 2, g_rows_h = 10, warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, stack = 1;
-  static constexpr int row_classes = 1;
+  static constexpr int g_rows_h = 10, apart_h = 2, warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, row_classes = 1;
 };
 
 }  // namespace kernels

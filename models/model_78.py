@@ -422,6 +422,28 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
+template <int STAGES, int STAGE_BYTES>
+struct RingOf {
+  using Cursor = CursorOf<STAGES>;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
+
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+
+  // One thread; of so many arrivals each.
+  __device__ __forceinline__ void init(int full, int empty) const {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_at + 8 * i, full);
+      barrier_init(empty_at + 8 * i, empty);
+    }
+  }
+  __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
+  __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
+};
+
 // What no matrix instruction of the warp reads any more, by its barrier; 0: nothing. All its lanes have come there.
 __device__ __forceinline__ void leave(u32 barrier, int lane) {
   if (lane == 0 && barrier) barrier_arrive(barrier);
@@ -432,6 +454,27 @@ __device__ __forceinline__ void give_back(u32 barrier, int lane) {
   leave(barrier, lane);
 }
 
+// A block: one thread makes its barriers by `init`; of its warpgroups the first produce, and leave registers to the others, which consume;
+// of each thread so many. `consume` is told which of the consumers, and of its threads, it is. It may read what `pack` wrote, and store
+// where `pack` may have read.
+template <int PRODUCERS, int CONSUMERS, int PRODUCER_REGISTERS, int CONSUMER_REGISTERS, class Init, class Produce, class Consume>
+__device__ __forceinline__ void run_block(const Init& init, const Produce& produce, const Consume& consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barriers_begun();
+  }
+  __syncthreads();
+  int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
+    fewer_registers<PRODUCER_REGISTERS>();
+    produce();
+  } else {
+    wait_for_results();
+    more_registers<CONSUMER_REGISTERS>();
+    consume(warpgroup - PRODUCERS, thread);
+  }
+}
+
 // How a kernel's numbers are multiplied and stored, by its precision: their type, and of float32 results what is stored.
 
 enum Precision { TF32, IEEE, FP16, BF16, FP64 };
@@ -440,7 +483,6 @@ template <int P>
 struct NumberOf;
 struct Float32 {
   using Type = float;
-  static constexpr int SIZE = 4;
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
@@ -578,6 +620,7 @@ static constexpr int CHUNKS = (C::cin_g + C::ck - 1) / C::ck;
 static constexpr int PITCH = C::plane;  // pixel rows from a segment to the next
 static constexpr int PIXELS = C::rows_h * PITCH;
 static constexpr int PART_BYTES = (PIXELS * ROW_BYTES + 1023) / 1024 * 1024;
+static constexpr int STAGE_BYTES = PART_BYTES;
 
 static __device__ __forceinline__ int column_of(int within) {
   return within % C::plane + within / C::plane;
@@ -1625,10 +1668,8 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
 template <class C_>
 struct WgradShape {
 using C = C_;
-using Number = NumberOf<C::precision>;
 
-static constexpr int ELEMENT = Number::SIZE;
-static constexpr int VEC = 16 / ELEMENT;                // elements of a 16-byte unit
+static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
@@ -1638,11 +1679,10 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * X_ROWS_H;
+static constexpr int Q_ROWS = C::tile_n * C::tile_h;
 static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1);
 static constexpr int G_ROWS = C::tile_n * CLASS_ROWS;
-static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * ELEMENT;
+static constexpr int G_BYTES = G_ROWS * C::block_co * C::g_pitch * 4;
 
 struct Sizes {
   int batch, in_d, in_h, in_w;             // gapless: of a chunk, which has tile_w pixels at most
@@ -1682,8 +1722,9 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
+static __device__ __forceinline__ Rows q_row(int r) { return {r / C::tile_h, 0, r % C::tile_h}; }
 };
 
 // A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
@@ -1693,7 +1734,6 @@ template <class C_>
 struct WgradTile : WgradShape<C_> {
 using C = C_;
 using S = WgradShape<C>;
-static constexpr int SIZE = S::ELEMENT;
 
 // --- rows of M, a unit's taps ------------------------------------------------------------------------------------------
 
@@ -1702,14 +1742,13 @@ static constexpr int COPIERS = 128;
 static constexpr int CONSUMERS = C::warpgroups * 128;
 static constexpr int THREADS = COPIERS + CONSUMERS;
 static constexpr int OF_UNIT = C::taps_h;          // taps of a unit
-static constexpr int UNITS = C::entries / C::taps_h;                  // of a warpgroup
 static constexpr int SET_UNITS = S::SET_TAPS / C::taps_h;
 
 // --- x -----------------------------------------------------------------------------------------------------------------
 
-static constexpr int PIXELS = S::X_ROWS * C::tile_w;
+static constexpr int PIXELS = S::Q_ROWS / C::tile_h * (C::tile_h + C::stack - 1) * C::tile_w;  // `stack` rows may meet a row of g
 static constexpr int BOXES = C::line_bytes / C::segment;
-static constexpr int BOX_BYTES = PIXELS * C::block_ci * SIZE / BOXES;
+static constexpr int BOX_BYTES = PIXELS * C::block_ci * 4 / BOXES;
 static constexpr int X_ROW_BYTES = C::block_ci * C::segment;  // from one row of the tile to the next
 static constexpr int X_TILE_BYTES = BOXES * BOX_BYTES;
 static constexpr int N_WIDTH = C::block_ci;  // of one matrix instruction; stacked: for each row of x
@@ -1717,6 +1756,7 @@ static constexpr int NB = 1;
 
 // --- g -----------------------------------------------------------------------------------------------------------------
 
+static constexpr int G_ROW_BYTES = C::block_co * C::g_pitch * 4;  // of a box
 static constexpr int G_BYTES = S::G_BYTES;
 
 // --- stages and sums ---------------------------------------------------------------------------------------------------
@@ -1727,80 +1767,48 @@ static constexpr int RAW_AT = C::stages * STAGE_BYTES;               // x's pixe
 // The output channel of a block's row of M: classes follow each other.
 static __device__ __forceinline__ int channel_of(int m) { return m % C::block_co + m / C::block_co; }
 
+// Of a row along H and a channel: the place of their class in the list of maps, and the elements by which the class's rows begin early.
+struct Class { int index, lead; };
+static __device__ __forceinline__ Class class_of(int row, int channel, const typename S::Sizes& s) {
+  const u32 begins = (u32)0 * s.out_d * s.out_h * s.out_w + (u32)0 * s.out_w;
+  return {0, (int)(begins & (S::VEC - 1))};
+}
+
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-static constexpr int ROW_STEPS = C::tile_w * SIZE / 32;              // stacked: of a row
+// A matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types. Steps are unrolled in parts, which differ by an
+// offset: some whole rows of positions or a part of one; stacked some columns of all rows.
+static constexpr int OF_ROW = C::tile_w * 4 / 32;
+static constexpr int PARTS = S::Q_ROWS * C::tile_w * 4 / 32 / C::unrolled;
 
-// Where step `k_step` of K begins in x's tile. Bits of the step choose rows, segments and what lies in them: sums are of steps as of places.
-static __device__ __forceinline__ u32 x_at(int k_step) {
-  int line = k_step / (C::line_bytes / 32), within = k_step % (C::line_bytes / 32) * 32;
+// Where 32 bytes of pixels lie in x's tile. Bits of the number choose rows, segments and what lies in them: sums are of numbers as of places.
+static __device__ __forceinline__ u32 x_pixels_at(int i) {
+  const int line = i / (C::line_bytes / 32), within = i % (C::line_bytes / 32) * 32;
   return within / C::segment * BOX_BYTES + line * X_ROW_BYTES + within % C::segment;
+}
+// Where step `k_step` begins there. Between slices are rows of a halo.
+static __device__ __forceinline__ u32 x_at(int k_step) {
+  return x_pixels_at(k_step + k_step / (C::tile_h * OF_ROW) * ((C::stack - 1) * OF_ROW));
 }
 
 struct TensorMaps { TensorMap of[1 + C::row_classes]; };   // of x, and of g
 };
 
-// Who brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: boxes by one thread, or, for g, all threads by words (wgrad.cuh).
-
-// =====================================================================================================================
-// Boxes
-// =====================================================================================================================
-
-template <class T>
-struct WgradBoxes {
-using C = typename T::C;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
-
-// --- x ---
-
-// A chunk, from its input channel `channel` on.
-static __device__ __forceinline__ void load_x(const TensorMap& map, const Chunk& c, int channel, u32 to, u32 barrier) {
-#pragma unroll 1
-  for (int i = 0; i < T::BOXES; i++) {
-    {
-      int w = (c.w) + i * (C::segment / T::ELEMENT);
-      load_box(to + i * T::BOX_BYTES, map, w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
-    }
-  }
-}
-
-// --- g: from its place `at` and output channel `channel` on ---
-
-static __device__ __forceinline__ void load_g(const TensorMap* maps, const Sizes& s, const Chunk& at, int channel, u32 to, u32 barrier) {
-  load_box(to, *maps, at.w - (at.w & (T::VEC - 1)), channel, at.h, at.d, at.n, barrier);
-}
-
-// --- a chunk ---
-
-static constexpr int BYTES = T::X_TILE_BYTES + T::G_BYTES;
-
-static __device__ __forceinline__ void load(const TensorMaps& maps, const Sizes& s, const Chunk& c, const Work& work, u32 to, u32 barrier) {
-  expect_bytes(barrier, BYTES);
-  load_x(maps.of[0], c, work.group * C::cin + work.ci, to, barrier);
-  load_g(maps.of + 1, s, T::in_g(c, work), work.group * C::cout + work.co, to + T::X_TILE_BYTES, barrier);
-}
-};
-
-// =====================================================================================================================
-// The warpgroup that copies: one thread asks for boxes; all threads turn x's pixels, or copy rows of g that boxes cannot bring
-// =====================================================================================================================
+// The warpgroup that brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: one thread asks for boxes; all threads turn x's
+// pixels, or copy rows of g that boxes cannot bring (wgrad.cuh).
 
 // A block's share of the work, and where its ring is.
 template <class T>
 struct WgradBlock {
+  using Ring = RingOf<T::C::stages, T::STAGE_BYTES>;
   const typename T::TensorMaps& maps;
   const char* g;
   typename T::Sizes s;
   typename T::Work work;
-  int split;
+  int begin, end;                          // its chunks
   unsigned char* memory;
-  u32 base, full, empty, last;             // memory's address; barriers: of stages, and of raw pixels
-
-  __device__ __forceinline__ int begin() const { return split * s.per_split; }
-  __device__ __forceinline__ int end() const { return begin() + s.per_split < s.chunks ? begin() + s.per_split : s.chunks; }
+  Ring ring;
+  u32 raw_full;                            // a barrier: of x's pixels before they are turned
 };
 
 template <class T>
@@ -1808,19 +1816,48 @@ struct WgradProducer {
 using C = typename T::C;
 using Chunk = typename T::Chunk;
 using Block = WgradBlock<T>;
-using Boxes = WgradBoxes<T>;
+
+// --- boxes ---
+
+static __device__ __forceinline__ void load_x(const Block& block, const Chunk& c, u32 to, u32 barrier) {
+  const int channel = block.work.group * C::cin + block.work.ci;
+#pragma unroll 1
+  for (int i = 0; i < T::BOXES; i++) {
+    {
+      int w = (c.w) + i * (C::segment / 4);
+      load_box(to + i * T::BOX_BYTES, block.maps.of[0], w, channel, c.h - C::stack + 1, c.d, c.n, barrier);
+    }
+  }
+}
+
+// g's tile, which begins `at`. Gapless: a chunk may be a box of any shape, of which a launch tells, and each tap of the set then has g's
+// pixels for it: a strip is the next 8 of them in whatever rows they lie, so that images of 4 x 4 fill K (rows of 8 leave half of it empty).
+static __device__ __forceinline__ void load_g(const Block& block, const Chunk& at, u32 to, u32 barrier) {
+  const TensorMap* maps = block.maps.of + 1;
+  const int channel = block.work.group * C::cout + block.work.co;
+  {
+    const int row = at.h, of = channel;  // of the class in this chunk
+    const typename T::Class c = T::class_of(row, of, block.s);
+    const int first = at.w + c.lead;
+    load_box(to, maps[c.index], first - (first & (T::VEC - 1)), of, row, at.d, at.n, barrier);
+  }
+}
+
+// --- all threads ---
 
 static __device__ __forceinline__ void run(const Block& block, int thread) {
   if (thread > 0) return;
   CursorOf<C::stages> cursor = {0, 1};     // all are free at first
-  const int end = block.end();
 #pragma unroll 1
-  for (int i = block.begin(); i < end; i++, cursor.next()) {
-    const Chunk c = T::chunk_at(i, block.s);
-    barrier_wait(block.empty + cursor.stage * 8, cursor.parity);
-    unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    const u32 barrier = block.full + cursor.stage * 8;
-    if (thread == 0) Boxes::load(block.maps, block.s, c, block.work, shared_address(tile), barrier);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const Chunk c = T::chunk_at(i, block.s), at = T::in_g(c, block.work);
+    const u32 tile = block.ring.stage(cursor), full = block.ring.full(cursor);
+    block.ring.wait_empty(cursor);
+    if (thread == 0) {
+      expect_bytes(full, T::X_TILE_BYTES + T::G_BYTES);
+      load_x(block, c, tile, full);
+      load_g(block, at, tile + T::X_TILE_BYTES, full);
+    }
     ;
   }
 }
@@ -1828,31 +1865,33 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
 
 // A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
-// What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>
-struct WgradView {
+struct WgradMultiply {
 using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Rows = typename T::Rows;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[C::units];
+
+// =====================================================================================================================
+// What a thread has of M, and of g's tile
+// =====================================================================================================================
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
-struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+struct Lane { int lane, row, q, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
-  Lane of;
-  of.wg_m = 0, of.lane = thread & 31, of.q = of.lane & 3;
-  of.warp = thread >> 5, of.row = of.lane >> 2;
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2;
+  const int wg_units = wg * (C::subs * C::units);
   // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-  of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-  of.first_unit = (wg * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-  of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
-  return of;
+  warp = __shfl_sync(0xffffffffu, warp, 0);
+  return {lane, row, lane & 3, wg_units + warp * 16 / T::ROWS_PER_SUB * C::units, warp * 16 % T::ROWS_PER_SUB};
 }
 
-// A lane's view of its taps; the same for all chunks.
+// A lane's taps, the same for all chunks.
 struct Taps {
-  int at[T::UNITS];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
-  u32 line[T::UNITS];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[C::units];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[C::units];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
@@ -1863,71 +1902,64 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   taps.line[u] = ((u32)(td) * s.out_h) * s.out_w;
 }
 
-// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
-struct Half {
-  int row, column;
-  Rows memory;
-};
-struct Step { Half half[2]; };
-
-// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
-static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n + q.d) * T::CLASS_ROWS + q.h;
+// Where a lane begins, of channels_last in bytes, of NCHW in elements.
+static __device__ __forceinline__ int lane_first(const Lane& of) {
+  {
+    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
+    return of_channels * (T::G_BYTES / 4) + channel % C::block_co * C::g_pitch + (of.q);
+  }
 }
-
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {tile_row({n, d, 0}) + r,
-                    (8 * column + 4 * k), {n, d, r}};
-  return step;
-}
-
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[C::row_classes]; };
 
 // g's tile of a chunk, as a lane sees it from `lane_at` on.
 struct Tile {
   const unsigned char* at;
   const Taps& taps;
   const Sizes& s;
-  Phases phases;
+  u32 phases[C::row_classes];              // NCHW: elements by which rows of a class begin off 16 bytes; copied by threads the first row
   int lane_at;
 };
+
+// =====================================================================================================================
+// Steps of K; constants after unrolling
+// =====================================================================================================================
+
+// A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
+struct Half {
+  int row, column;
+  Rows memory;
 };
+struct Step {
+  Half half[2];
+  u32 x;                                   // where it begins in x's tile
+};
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
+// the rows of g with this remainder by step_h.
+static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
+  k_step = k_step % T::Q_ROWS * T::OF_ROW + k_step / T::Q_ROWS;
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int strip = k_step;
+    const Rows q = T::q_row(strip / (C::tile_w / 8));
+    const int h = q.h + remainder;
+    step.half[k].row = (q.n + q.d) * T::CLASS_ROWS + h;
+    step.half[k].column = (strip % (C::tile_w / 8) * 8 + (4 * k));
+    step.half[k].memory = {q.n, q.d, q.h + remainder};
+  }
+  step.x = T::x_at(k_step);
+  return step;
+}
 
 // =====================================================================================================================
 // The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
 // (TF32), or 2q and 2q + 1 of two strips.
 // =====================================================================================================================
 
-template <class T>
-struct WgradFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-using Step = typename V::Step;
-using Tile = typename V::Tile;
-
-// Where a lane begins, of channels_last in bytes, of NCHW in elements.
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
-  {
-    const int channel = of.channel + of.row, of_channels = channel / C::block_co;  // the lane's class
-    return of_channels * (T::G_BYTES / T::ELEMENT) + channel % C::block_co * C::g_pitch + (of.q);
-  }
-}
-
-static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  load_elements(a, g, u, step);
-}
-
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
-  int at = g.lane_at + g.taps.at[u];
-  return at;
+  const int at = g.lane_at + g.taps.at[u];
+  return at + g.phases[0];
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -1947,35 +1979,22 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     }
   }
 }
-};
 
-template <class T>
-struct WgradUnits {
-  using C = typename T::C;
-  using F = WgradFragments<T>;
-  u32 word[2][2][1];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+struct RunWords {
+  u32 word[2][2][1];  // of a step's two strips, of rows g and g + 8
   bool odd[2];                             // whether the run begins in the middle of the first
-
-  // The fragment of unit `u`, of units one after the other.
-  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    F::load(a, g, u, step);
-  }
-
 };
+
+// Of units one after the other.
+static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Tile& g, int u, const Step& step) {
+  {
+    load_elements(a, g, u, step);
+  }
+}
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
-
-template <class T>
-struct WgradMultiply {
-using C = typename T::C;
-using F = WgradFragments<T>;
-using Taps = typename F::Taps;
-using Step = typename F::Step;
-using Tile = typename F::Tile;
-using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
-using Sums = UnitSums[T::UNITS];
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }
@@ -1997,42 +2016,56 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   Wgmma::template multiply<C::precision, false, C::channels_last, true>(d, a, b);
 }
 
-static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
+// By the rows of x that a row of g with remainder `r` meets, of `x` and those behind it.
+static __device__ __forceinline__ void multiply(UnitSums& acc, int r, const u32 (&a)[4], u32 x) {
+  if (stack_of(r) == C::stack) multiply_by<C::stack>(acc, stack_begin(r), a, x);
 }
 
-// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
-static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
-  units.load(a, g, u, step);
-  wgmma_fence();
-  multiply(acc, first, rows, a, x);
-  wgmma_commit();
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[3][4];
-  WgradUnits<T> units;
-  g.at = tile + T::X_TILE_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT);
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
+// The unrolled steps of a part of a chunk.
+static __device__ __forceinline__ void multiply_part(Sums& acc, int part, const unsigned char* tile, Tile g) {
+  u32 a[3][4];                  // of the instructions in flight
+  RunWords run;
+  const Step from = step_of(part * C::unrolled);
+  g.at = tile + T::X_TILE_BYTES + from.half[0].row * T::G_ROW_BYTES;
+  g.lane_at += from.half[0].column;
+  const u32 x = shared_address(tile) + from.x;
 #pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
+  for (int k = 0; k < C::unrolled; k++)
 #pragma unroll
-    for (int i = 0; i < C::tile_n * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice, 0, q + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
-#pragma unroll
-      for (int u = 0; u < T::UNITS; u++) {
-        multiply_unit(acc[u], units, a[step++ % 3], g, u, at, stack_begin(remainder), stack_of(remainder), x);
-        wgmma_wait<3 - 1>();
+      for (int u = 0; u < C::units; u++) {
+        const Step step = step_of(k, 0);
+        u32 (&fragment)[4] = a[(k * C::units + u) % 3];
+        load(fragment, run, g, u, step);
+        wgmma_fence();
+        multiply(acc[u], 0, fragment, x + step.x);
+        wgmma_commit(), wgmma_wait<3 - 1>();  // a fragment's registers are free again
       }
-    }
   wgmma_wait<0>();
 }
 
+// A warpgroup's part of the block's record, in shared memory.
+static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, const Lane& of) {
+#pragma unroll
+  for (int u = 0; u < C::units; u++) {
+    int unit = of.first_unit + u;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < C::taps_h; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w;
+#pragma unroll
+        for (int j = 0; j < C::block_ci / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + 8 * h);
+            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][0][place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
+    }
+  }
+}
 };
 
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
@@ -2053,130 +2086,81 @@ static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const
 //
 // K is split over ranges of chunks; a block leaves a record of its sums, and what follows adds the records.
 
-// A block's sums as a record, in shared memory and at its place in global memory.
+// What becomes of a block's sums, of which each warpgroup has put its own into shared memory. As a record to global memory.
 // WAITS: until it is there.
 template <class T, bool WAITS = false>
 struct WgradRecord {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
 char* records;
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
-  put_shared(acc, block.base, of);
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
   fence_async_shared();
   named_sync<2, T::CONSUMERS>();           // all have stored theirs
   if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.ring.stages);  // the index is read again: kept, it spills
     bulk_commit();
     if constexpr (WAITS) bulk_wait();
     else bulk_wait_read();                 // the launch's end waits
   }
 }
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u;
-    if (unit >= T::SET_UNITS) continue;
-#pragma unroll
-    for (int i = 0; i < C::taps_h; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w;
-#pragma unroll
-        for (int j = 0; j < C::block_ci / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + 8 * h);
-            u32 to = memory + T::sum_at(tap, j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][0][M::place_of(i) * (C::block_ci / 2) + 4 * j + 2 * h];
-            store_shared_f32(to, sums[0]);
-            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
-  }
-}
 };
 
-template <class C_>
+template <class C>
 struct WgradWgmma {
-using C = C_;
 using T = WgradTile<C>;
-using Number = typename T::Number;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
+using Ring = typename Block::Ring;
 using M = WgradMultiply<T>;
-using F = typename M::F;
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
-  const Sizes& s = block.s;
-  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  g.lane_at += c.w & (T::VEC - 1);
+// A chunk's tile of g, for a lane. NCHW: its rows, 8 channels apart, begin alike.
+static __device__ __forceinline__ typename M::Tile tile_of(const Block& block, int i, const typename M::Lane& of, const typename M::Taps& taps, int lane_first) {
+  typename M::Tile g = {nullptr, taps, block.s, {}, lane_first};
+  const typename T::Sizes& s = block.s;
+  const typename T::Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  const int channel = block.work.group * C::cout + block.work.co;
+  g.phases[0] = (c.w + T::class_of(c.h, channel + (of.channel + of.row) / C::block_co, s).lead) & (T::VEC - 1);
+  return g;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
 template <class E>
 static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
+  const typename M::Lane of = M::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
-  typename F::Taps taps;
+  typename M::Taps taps;
 #pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u, block.s);
-  const int lane_first = F::lane_first(of);
-  const int first = block.begin(), last = block.end();
-  CursorOf<C::stages> cursor = {0, 0};
+  for (int u = 0; u < C::units; u++) M::set_tap(taps, u, of.first_unit + u, block.s);
+  const int lane_first = M::lane_first(of);
+  typename Ring::Cursor cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg * (C::subs * T::UNITS);
+  const int units_before = wg * (C::subs * C::units);
   const bool idle = units_before >= T::SET_UNITS || (block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
-  for (int i = first; i < last; i++, cursor.next()) {
-    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    begin_rows(g, block, i, of);
-    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const typename M::Tile g = tile_of(block, i, of, taps, lane_first);
+    const unsigned char* stage = block.memory + cursor.stage * T::STAGE_BYTES;
+    block.ring.wait_full(cursor);
 #pragma unroll 1
-    for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
-    __syncwarp();
-    if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+    for (int part = idle ? T::PARTS : 0; part < T::PARTS; part++) M::multiply_part(acc, part, stage, g);
+    give_back(block.ring.empty(cursor), of.lane);
   }
-  end.put(acc, block, of, wg * 128 + thread);
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  M::store_sums(acc, block.ring.stages, of);
+  end.put(block, wg * 128 + thread);
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
 template <class E>
-static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::RAW_AT, empty = full + 8 * C::stages, last = base + T::RAW_AT + 16 * C::stages;
-  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  block.split = T::take_work(block.work, blockIdx.x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, C::warpgroups * 4);
-    }
-    barrier_init(last, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<C::producer_registers>();
-    WgradProducer<T>::run(block, thread);
-  } else {
-    more_registers<C::consumer_registers>();
-    consume(end, block, role - 1, thread);
-  }
+static __device__ __forceinline__ void run(const char* g, const E& end, const typename T::Sizes& s, const typename T::TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), barriers = base + T::RAW_AT;
+  Block block = {maps, g, s, {}, 0, 0, memory, Ring::at(base, barriers), barriers + Ring::BARRIER_BYTES};
+  block.begin = T::take_work(block.work, blockIdx.x) * s.per_split;
+  block.end = block.begin + s.per_split < s.chunks ? block.begin + s.per_split : s.chunks;
+  const auto init = [&] {
+    block.ring.init(1, C::warpgroups * 4);
+    barrier_init(block.raw_full, 1);
+  };
+  const auto produce = [&] { WgradProducer<T>::run(block, threadIdx.x & 127); };  // whose loops then have a known length
+  const auto consumer = [&](int wg, int thread) { consume(end, block, wg, thread); };
+  run_block<1, C::warpgroups, C::producer_registers, C::consumer_registers>(init, produce, consumer);
 }
 };
 
@@ -2218,10 +2202,10 @@ struct GradInput : Forward {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 32, cout = 32, block_ci = 32, block_co = 32, g_pitch = 76, tile_n = 2;
-  static constexpr int step_h = 1, padding_h = 1, taps_h = 3, tile_h = 2, kernel_w = 7, padding_w = 3, taps_w = 7;
-  static constexpr int tile_w = 64, g_rows_h = 2, warpgroups = 2, subs = 2, entries = 6, stages = 2, unrolled = 4;
-  static constexpr int stack = 3, row_classes = 1, line_bytes = 256, segment = 128, g_width = 32;
-  static constexpr int producer_registers = 72, consumer_registers = 216;
+  static constexpr int padding_h = 1, taps_h = 3, tile_h = 2, kernel_w = 7, padding_w = 3, taps_w = 7, tile_w = 64;
+  static constexpr int g_rows_h = 2, warpgroups = 2, subs = 2, units = 2, stages = 2, unrolled = 16, stack = 3;
+  static constexpr int row_classes = 1, line_bytes = 256, segment = 128, g_width = 32, producer_registers = 72;
+  static constexpr int consumer_registers = 216;
   static constexpr bool channels_last = false;
 };
 

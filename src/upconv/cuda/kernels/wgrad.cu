@@ -32,12 +32,12 @@ static constexpr int WARPS_N = C::block_co / C::warp_n;
 static constexpr int WARPS_K = WARPS / (WARPS_M * WARPS_N);
 static constexpr int M_FRAGMENTS = C::warp_m / 16;
 static constexpr int N_FRAGMENTS = C::warp_n / 8;
-static constexpr int X_BYTES = S::X_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
+static constexpr int X_BYTES = S::Q_ROWS * (LAST ? C::tile_w : C::block_ci) * C::x_pitch * ELEMENT;
 static constexpr int STAGE_BYTES = X_BYTES + S::G_BYTES;
 static_assert(2 * STAGE_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 
 static constexpr int W_STRIPS = C::tile_w / 8;          // a strip is 8 columns of a row
-static constexpr int STRIPS = S::X_ROWS * W_STRIPS;
+static constexpr int STRIPS = S::Q_ROWS * W_STRIPS;
 static constexpr int STEPS = NARROW ? STRIPS / 2 : STRIPS;  // a matrix instruction takes one strip of float32, two of 16-bit types
 static constexpr bool PROMOTES = C::precision == IEEE;  // sums leave the tensor cores, which truncate them, after every chunk
 static constexpr int PARTS = PROMOTES ? 2 : 1;
@@ -45,10 +45,9 @@ static constexpr int PARTS = PROMOTES ? 2 : 1;
 using Sums = float[S::SET_TAPS][M_FRAGMENTS][N_FRAGMENTS][4];
 
 struct X {                                              // as threads copy it
-  static constexpr int ROWS = S::X_ROWS, ROWS_H = S::X_ROWS_H, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
-  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch;
-  static __device__ __forceinline__ Rows row(int r) { return S::x_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return h; }
+  static constexpr int ROWS = S::Q_ROWS, ROWS_H = C::tile_h, BLOCK = C::block_ci, CHANNELS = S::CIN, OF_GROUP = C::cin;
+  static constexpr int COLUMNS = C::tile_w, UNITS = C::x_units, PITCH = C::x_pitch, APART_H = 1;
+  static __device__ __forceinline__ Rows row(int r) { return S::q_row(r); }
 };
 using CopiesX = WgradCopies<S, X, THREADS>;
 using CopiesG = WgradCopies<S, WgradG<S>, THREADS>;
@@ -57,8 +56,15 @@ static __device__ __forceinline__ WgradMemory x_memory(const Sizes& s) { return 
 static __device__ __forceinline__ WgradMemory g_memory(const Sizes& s) { return {s.batch, s.out_d, s.out_h, s.out_w}; }
 
 static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, const char* __restrict__ g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
-  CopiesX::copy(x, x_memory(s), c, work.group * C::cin + work.ci, C::cin - work.ci, stage, thread);
-  CopiesG::copy(g, g_memory(s), S::in_g(c, work), work.group * C::cout + work.co, C::cout - work.co, stage + X_BYTES, thread);
+  const Chunk at = S::in_g(c, work);
+  const int x_channel = work.group * C::cin + work.ci, g_channel = work.group * C::cout + work.co;
+  if constexpr (LAST) {
+    CopiesX::copy_pixels(x, x_memory(s), c, x_channel, C::cin - work.ci, stage, thread);
+    CopiesG::copy_pixels(g, g_memory(s), at, g_channel, C::cout - work.co, stage + X_BYTES, thread);
+  } else {
+    CopiesX::copy_rows(x, x_memory(s), c, x_channel, C::cin - work.ci, stage, thread);
+    CopiesG::copy_rows(g, g_memory(s), at, g_channel, C::cout - work.co, stage + X_BYTES, thread);
+  }
 }
 
 // =====================================================================================================================
@@ -72,40 +78,26 @@ struct Lane {                              // of a warp
 };
 
 struct Half {                              // of a step's K
-  int x_at;                                // where it lies in x's tile
-  int row_n, row_d, row_h, column;         // and in g's, before the tap's share
+  Rows q;
+  int column, x_at;                        // of q; where it lies in x's tile
 };
 
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
-  int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS;
-  Rows at = S::x_row(row);
-  Half half;
-  half.row_n = at.n * C::g_rows_d;
-  half.row_d = at.d * C::q_rows_d;
-  half.row_h = at.h * C::q_rows_h;
-  half.column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
-  if constexpr (LAST) {
-    half.x_at = row * C::tile_w + half.column;
-  } else {
-    int phase = C::aligned_x ? 0 : (x_phase + ((u32)(at.n * S::CIN) * s.in_d + at.d) * s.in_h * s.in_w + at.h * s.in_w) & (VEC - 1);
-    half.x_at = row * C::block_ci * C::x_pitch + half.column + phase;
-  }
-  return half;
+  const int strip = NARROW ? 2 * step + k : step, row = strip / W_STRIPS, column = strip % W_STRIPS * 8 + (NARROW ? 0 : 4 * k);
+  const Rows q = S::q_row(row);
+  if constexpr (LAST) return {q, column, row * C::tile_w + column};
+  const int phase = C::aligned_x ? 0 : (x_phase + ((u32)(q.n * S::CIN) * s.in_d + q.d) * s.in_h * s.in_w + q.h * s.in_w) & (VEC - 1);
+  return {q, column, row * C::block_ci * C::x_pitch + column + phase};
 }
 
 // Where a half begins in g's tile for a row of taps.
 static __device__ __forceinline__ int g_at(const Half& half, int td, int th, const Sizes& s, u32 g_phase) {
-  int d = half.row_d + td * C::tap_rows_d, h = half.row_h + th * C::tap_rows_h;
-  int row = (half.row_n + d) * C::g_rows_h + h;
-  if constexpr (LAST) {
-    return row * C::g_columns + half.column * C::step_w;
-  } else {
-    int image = half.row_n / C::g_rows_d;
-    int at_d = C::dense_d ? d * C::apart_d : half.row_d / C::taps_d * C::step_d + td * C::dilation_d;
-    int at_h = C::dense_h ? h * C::apart_h : half.row_h / C::taps_h * C::step_h + th * C::dilation_h;
-    int phase = (g_phase + ((u32)(image * S::COUT) * s.out_d + at_d) * s.out_h * s.out_w + (u32)at_h * s.out_w) & (VEC - 1);
-    return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
-  }
+  const Rows& q = half.q;
+  const int row = (q.n * C::g_rows_d + q.d * C::q_rows_d + td * C::tap_rows_d) * C::g_rows_h + q.h * C::q_rows_h + th * C::tap_rows_h;
+  if constexpr (LAST) return row * C::g_columns + half.column * C::step_w;
+  const int d = q.d * C::step_d + td * C::dilation_d, h = q.h * C::step_h + th * C::dilation_h;
+  const int phase = (g_phase + ((u32)(q.n * S::COUT) * s.out_d + d) * s.out_h * s.out_w + (u32)h * s.out_w) & (VEC - 1);
+  return row * C::block_co * C::g_pitch + half.column * C::step_w + phase;
 }
 
 // NCHW: element e; of 16 bits elements e and e + step, as the two halves of a word.
@@ -218,14 +210,14 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
 // A block
 // =====================================================================================================================
 
-// NCHW: what lies beyond the borders of a chunk's tiles, and how its rows are misaligned.
+// NCHW: what lies before the border of a chunk's tile of g, and how rows of both tiles are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {
   const Chunk at = S::in_g(c, work);
-  int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
-  bool borders_x = CopiesX::has_borders(x_memory(s), c), borders_g = CopiesG::has_borders(g_memory(s), at);
-  if (borders_x) CopiesX::clear_borders(x, x_memory(s), c, first_x, stage, thread);
-  if (borders_g) CopiesG::clear_borders(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
-  if (borders_x || borders_g) __syncthreads();
+  const int first_x = work.group * C::cin + work.ci, first_g = work.group * C::cout + work.co;
+  if (at.w < 0) {
+    CopiesG::clear_left(g, g_memory(s), at, first_g, stage + X_BYTES, thread);
+    __syncthreads();
+  }
   // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
   int channel_x = first_x + of.g, channel_g = first_g + of.g;
   of.x_phase = (u32)((u64)x / ELEMENT) + (((u32)c.n * S::CIN + channel_x) * s.in_d + c.d) * s.in_h * s.in_w + (u32)c.h * s.in_w + c.w;

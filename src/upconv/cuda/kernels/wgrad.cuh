@@ -31,8 +31,7 @@ static constexpr int SUMS_OF_TAP = C::block_ci * SUMS_PITCH + 8;
 static constexpr int SUMS_BYTES = SET_TAPS * SUMS_OF_TAP * 4;
 static __device__ __forceinline__ int sum_at(int tap, int ci, int co) { return (tap * SUMS_OF_TAP + ci * SUMS_PITCH + co) * 4; }
 
-static constexpr int X_ROWS_H = C::tile_h + C::stack - 1;  // of x's tile in a slice; `stack` of them may meet a row of g
-static constexpr int X_ROWS = C::tile_n * C::tile_d * X_ROWS_H;
+static constexpr int Q_ROWS = C::tile_n * C::tile_d * C::tile_h;
 static constexpr int CLASS_ROWS = (C::g_rows_h + C::row_classes - 1) / C::row_classes;
 static constexpr int G_ROWS = C::tile_n * C::g_rows_d * (C::row_classes * CLASS_ROWS);
 static constexpr int G_BYTES = G_ROWS * (C::channels_last ? C::g_columns : C::block_co) * C::g_pitch * ELEMENT;
@@ -78,14 +77,10 @@ static __device__ __forceinline__ int take_work(Work& work, int index) {
   return index / C::groups;
 }
 
-// (n, d, h) of row `r` of a tile, in its tensor.
+// (n, d, h) of row `r` of positions, or of g's tile in its tensor.
 struct Rows { int n, d, h; };
-static __device__ __forceinline__ Rows x_row(int r) { return {r / (C::tile_d * X_ROWS_H), r / X_ROWS_H % C::tile_d, r % X_ROWS_H}; }
-static __device__ __forceinline__ int g_row_h(int h) { return C::dense_h ? h * C::apart_h : h / C::taps_h * C::step_h + h % C::taps_h * C::dilation_h; }
-static __device__ __forceinline__ Rows g_row(int r) {
-  int h = r % C::g_rows_h, d = r / C::g_rows_h % C::g_rows_d;
-  return {r / (C::g_rows_h * C::g_rows_d), C::dense_d ? d * C::apart_d : d / C::taps_d * C::step_d + d % C::taps_d * C::dilation_d, g_row_h(h)};
-}
+static __device__ __forceinline__ Rows q_row(int r) { return {r / (C::tile_d * C::tile_h), r / C::tile_h % C::tile_d, r % C::tile_h}; }
+static __device__ __forceinline__ Rows g_row(int r) { return {r / (C::g_rows_h * C::g_rows_d), r / C::g_rows_h % C::g_rows_d * C::apart_d, r % C::g_rows_h * C::apart_h}; }
 };
 
 // =====================================================================================================================
@@ -99,9 +94,8 @@ template <class S>
 struct WgradG {
   using C = typename S::C;
   static constexpr int ROWS = S::G_ROWS, ROWS_H = C::g_rows_h, BLOCK = C::block_co, CHANNELS = S::COUT, OF_GROUP = C::cout;
-  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch;
+  static constexpr int COLUMNS = C::g_columns, UNITS = C::g_units, PITCH = C::g_pitch, APART_H = C::apart_h;
   static __device__ __forceinline__ typename S::Rows row(int r) { return S::g_row(r); }
-  static __device__ __forceinline__ int row_h(int h) { return S::g_row_h(h); }
 };
 
 // The tile of an operand by so many threads. `at`: where it begins in the tensor; `channel`, of which `left` are the group's.
@@ -111,11 +105,6 @@ using Bits = typename S::Bits;
 using Rows = typename S::Rows;
 using Place = typename S::Chunk;
 static constexpr int ELEMENT = S::ELEMENT, VEC = S::VEC, BLOCK = Operand::BLOCK, PITCH = Operand::PITCH, CHANNELS = Operand::CHANNELS;
-
-static __device__ __forceinline__ void copy(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
-  if constexpr (S::C::channels_last) copy_pixels(tensor, memory, at, channel, left, to, thread);
-  else copy_rows(tensor, memory, at, channel, left, to, thread);
-}
 
 // A unit that begins at any element: channels_last pixels of an odd number of channels.
 static __device__ __forceinline__ void copy_elements(unsigned char* to, const char* from, int count) {
@@ -141,7 +130,7 @@ static __device__ __forceinline__ void copy_pixels(const char* __restrict__ tens
   }
 }
 
-// NCHW: [row][channel][column]. Units that hold a border are copied whole; `clear_borders` clears what lies beyond it when they have
+// NCHW: [row][channel][column]. A unit that holds the left border is copied whole; `clear_left` clears what lies before it when it has
 // landed. Copies in parts of 4 bytes, by some of a warp's threads each time, take nearly three times as long.
 // A thread keeps its channel and place in the row for all rows of the tile: an index for each unit makes address arithmetic the bound.
 static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor, const WgradMemory& memory, const Place& at, int channel, int left, unsigned char* to, int thread) {
@@ -160,36 +149,30 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
       const char* base = tensor + (((long long)n * CHANNELS + channel + c) * plane + (long long)d * memory.h * memory.w + at.w) * ELEMENT;
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * ELEMENT) {
-        int h = at.h + Operand::row_h(rh);
+        int h = at.h + rh * Operand::APART_H;
         const char* from = base + (long long)h * (memory.w * ELEMENT);
         int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / ELEMENT;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
-        copy16(to_address + offset, in ? from : tensor, in ? 16 : 0);
+        const int have = (memory.w - first) * ELEMENT;
+        copy16(to_address + offset, in ? from : tensor, in ? have < 16 ? have : 16 : 0);
       }
     }
   }
 }
 
-// NCHW: whether rows of the tile reach beyond the image.
-static __device__ __forceinline__ bool has_borders(const WgradMemory& memory, const Place& at) {
-  return at.w < 0 || at.w + Operand::COLUMNS > memory.w;
-}
-
-// Clears elements before column 0 and from column `memory.w` on, in the units that hold such a border.
-static __device__ __forceinline__ void clear_borders(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
+// NCHW, of rows that begin before column 0: clears the elements before it in the unit that holds it.
+static __device__ __forceinline__ void clear_left(const char* tensor, const WgradMemory& memory, const Place& at, int channel, unsigned char* to, int thread) {
   u32 plane = (u32)memory.d * memory.h * memory.w;
 #pragma unroll 1
   for (int i = thread; i < Operand::ROWS * BLOCK; i += COPIERS) {
     int c = i % BLOCK, row = i / BLOCK;
     Rows of = Operand::row(row);
     u32 first = (u32)((u64)tensor / ELEMENT) + ((u32)(at.n + of.n) * CHANNELS + channel + c) * plane + ((u32)(at.d + of.d) * memory.h + at.h + of.h) * memory.w + at.w;
-    int zero = (int)(first & (VEC - 1)) - at.w, end = zero + memory.w;  // elements of column 0 and of the one behind the last
+    const int zero = (int)(first & (VEC - 1)) - at.w;  // the element of column 0
     Bits* line = (Bits*)(to + (row * BLOCK + c) * PITCH * ELEMENT);
-    if (zero > 0 && zero < Operand::UNITS * VEC)
+    if (zero < Operand::UNITS * VEC)
       for (int e = zero & ~(VEC - 1); e < zero; e++) line[e] = 0;
-    if (end > 0 && end < Operand::UNITS * VEC)
-      for (int e = end; e & (VEC - 1); e++) line[e] = 0;
   }
 }
 };

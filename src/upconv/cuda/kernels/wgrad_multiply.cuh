@@ -2,37 +2,34 @@
 #include "wgrad_copies.cuh"
 #include "wgmma.cuh"
 
-// What a thread has of M, and a chunk's positions as g's tile has them.
 template <class T>
-struct WgradView {
+struct WgradMultiply {
 using C = typename T::C;
 using Sizes = typename T::Sizes;
 using Rows = typename T::Rows;
+using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
+using Sums = UnitSums[C::units];
+
+// =====================================================================================================================
+// What a thread has of M, and of g's tile
+// =====================================================================================================================
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
-struct Lane { int warp, lane, row, q, wg_m, first_unit, channel; };
+struct Lane { int lane, row, q, first_unit, channel; };
 
 static __device__ __forceinline__ Lane lane_of(int wg, int thread) {
-  Lane of;
-  of.wg_m = wg % C::split_m, of.lane = thread & 31, of.q = of.lane & 3;
-  if constexpr (C::interleaved) {
-    of.warp = thread >> 5, of.row = (of.lane >> 2) / C::subs;
-    of.first_unit = wg / C::split_m * (C::subs * T::UNITS) + (of.lane >> 2) % C::subs;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * (16 / C::subs);
-  } else {
-    of.warp = thread >> 5, of.row = of.lane >> 2;
-    // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
-    if constexpr (C::stacked && !C::channels_last) of.warp = __shfl_sync(0xffffffffu, of.warp, 0);
-    of.first_unit = (wg / C::split_m * C::subs + of.warp * 16 / T::ROWS_PER_SUB) * T::UNITS;
-    of.channel = of.wg_m * T::ROWS_PER_SUB + of.warp * 16 % T::ROWS_PER_SUB;
-  }
-  return of;
+  int warp = thread >> 5, lane = thread & 31, row = lane >> 2;
+  const int wg_units = wg / C::split_m * (C::subs * C::units), wg_channel = wg % C::split_m * T::ROWS_PER_SUB;
+  if constexpr (C::interleaved) return {lane, row / C::subs, lane & 3, wg_units + row % C::subs, wg_channel + warp * (16 / C::subs)};
+  // By a shuffle ptxas knows that a warp's lanes have the same. Most of these tiles gain by it; other tiles lose.
+  if constexpr (C::stacked && !C::channels_last) warp = __shfl_sync(0xffffffffu, warp, 0);
+  return {lane, row, lane & 3, wg_units + warp * 16 / T::ROWS_PER_SUB * C::units, wg_channel + warp * 16 % T::ROWS_PER_SUB};
 }
 
-// A lane's view of its taps; the same for all chunks.
+// A lane's taps, the same for all chunks.
 struct Taps {
-  int at[T::UNITS];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
-  u32 line[T::UNITS];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
+  int at[C::units];                        // of g's tile: elements (NCHW) or pixels (channels_last) by which the unit is shifted
+  u32 line[C::units];                      // NCHW: rows of memory from a chunk's first row to the unit's, as elements modulo 2^32
 };
 
 static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, const Sizes& s) {
@@ -40,81 +37,16 @@ static __device__ __forceinline__ void set_tap(Taps& taps, int u, int unit, cons
   int td = unit / (T::SET_UNITS / C::taps_d), th = C::stacked ? 0 : unit / C::taps_w % C::taps_h, tw = unit % C::taps_w;
   int shift = td * C::tap_rows_d * T::CLASS_ROWS + th * C::tap_rows_h;
   if constexpr (C::gapless) taps.at[u] = unit * (T::PLANE_BYTES / T::G_PIXEL_BYTES);
-  else if constexpr (C::parted) taps.at[u] = shift * T::G_LINE + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
-  else if constexpr (C::channels_last) taps.at[u] = shift * T::G_LINE + tw * C::dilation_w;
+  else if constexpr (C::parted) taps.at[u] = shift * C::plane_columns + tw % C::g_planes * (T::PLANE_BYTES / T::G_PIXEL_BYTES) + tw / C::g_planes * C::plane_taps;
+  else if constexpr (C::channels_last) taps.at[u] = shift * C::plane_columns + tw * C::dilation_w;
   else taps.at[u] = shift * (T::G_CHANNELS * C::g_pitch) + tw * C::dilation_w;
   taps.line[u] = ((u32)(td * C::dilation_d) * s.out_h + th * C::dilation_h) * s.out_w;
 }
 
-// Half of a step's K: where it lies in g's tile before the tap's share, and (NCHW) in memory; constants after unrolling.
-struct Half {
-  int row, column;
-  Rows memory;
-};
-struct Step { Half half[2]; };
-
-// Place of a tile's row of q in g's tile before the tap's own share; stacked of the first row of a slice.
-static __device__ __forceinline__ int tile_row(const Rows& q) {
-  return (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + q.h * C::q_rows_h;
-}
-
-// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types.
-static __device__ __forceinline__ Step step_of(int k_step) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    int strip = T::NARROW ? 2 * k_step + k : k_step;
-    Rows q = T::x_row(strip / T::W_STRIPS);
-    step.half[k] = {tile_row(q), (strip % T::W_STRIPS * 8 + (T::NARROW ? 0 : 4 * k)) * T::G_STEP_W, {q.n, q.d * C::step_d, q.h * C::step_h}};
-  }
-  return step;
-}
-
-// Stacked: step `column` of row `r` of g's slice that belongs to image `n` and slice `d` of q.
-static __device__ __forceinline__ Step step_of_row(int n, int d, int r, int column) {
-  Step step;
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-    step.half[k] = {r % C::row_classes * (C::tile_n * C::g_rows_d * T::CLASS_ROWS) + tile_row({n, d, 0}) + r / C::row_classes,
-                    (T::NARROW ? 16 * column + 8 * k : 8 * column + 4 * k) * T::G_STEP_W, {n, d * C::step_d, r}};
-  return step;
-}
-
-// By how much rows of a chunk's tile begin off 16 bytes, in elements, for a lane's channels: each class of rows (classed); or the
-// chunk's first row, from which others follow.
-struct Phases { u32 of[C::row_classes]; };
-
-static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
-  return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
-}
-
-// g's tile of a chunk, as a lane sees it from `lane_at` on.
-struct Tile {
-  const unsigned char* at;
-  const Taps& taps;
-  const Sizes& s;
-  Phases phases;
-  int lane_at;
-};
-};
-
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
-
-template <class T>
-struct WgradFragments : WgradView<T> {
-using C = typename T::C;
-using V = WgradView<T>;
-using Half = typename V::Half;
-using Step = typename V::Step;
-using Tile = typename V::Tile;
-
 // Where a lane begins, of channels_last in bytes, of NCHW in elements.
-static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
+static __device__ __forceinline__ int lane_first(const Lane& of) {
   if constexpr (C::a_shared) {
-    return of.wg_m * T::G_SLAB_BYTES;      // the warpgroup's 64 channels
+    return of.channel / 64 * T::G_SLAB_BYTES;  // the warpgroup's 64 channels
   } else if constexpr (T::TURN_X) {
     int channel = of.channel + of.row;
     return T::strip_pixel(of.q) * T::G_STEP_W * T::G_PIXEL_BYTES + channel / C::g_width * T::G_SLAB_BYTES + channel % C::g_width * 4;
@@ -127,14 +59,57 @@ static __device__ __forceinline__ int lane_first(const typename V::Lane& of) {
   }
 }
 
-static __device__ __forceinline__ void load(u32 (&a)[4], const Tile& g, int u, const Step& step) {
-  if constexpr (C::a_shared) describe(a, g, u, step);
-  else if constexpr (T::TURN_X) load_words(a, g, u, step);
-  else if constexpr (C::channels_last) load_matrices(a, g, u, step);
-  else load_elements(a, g, u, step);
+// g's tile of a chunk, as a lane sees it from `lane_at` on.
+struct Tile {
+  const unsigned char* at;
+  const Taps& taps;
+  const Sizes& s;
+  u32 phases[C::row_classes];              // NCHW: elements by which rows of a class begin off 16 bytes; copied by threads the first row
+  int lane_at;
+};
+
+// =====================================================================================================================
+// Steps of K; constants after unrolling
+// =====================================================================================================================
+
+// A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
+struct Half {
+  int row, column;
+  Rows memory;
+};
+struct Step {
+  Half half[2];
+  u32 x;                                   // where it begins in x's tile
+};
+
+// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
+// the rows of g with this remainder by step_h.
+static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
+  if constexpr (C::stacked) k_step = k_step % T::Q_ROWS * T::OF_ROW + k_step / T::Q_ROWS;
+  Step step;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int strip = T::NARROW ? 2 * k_step + k : k_step;
+    const Rows q = T::q_row(strip / (C::tile_w / 8));
+    const int h = q.h * C::q_rows_h + remainder;
+    step.half[k].row = h % C::row_classes * (T::G_ROWS / C::row_classes) + (q.n * C::g_rows_d + q.d * C::q_rows_d) * T::CLASS_ROWS + h / C::row_classes;
+    step.half[k].column = (strip % (C::tile_w / 8) * 8 + (T::NARROW ? 0 : 4 * k)) * T::G_STEP_W;
+    step.half[k].memory = {q.n, q.d * C::step_d, q.h * C::step_h + remainder};
+  }
+  step.x = T::x_at(k_step);
+  return step;
 }
 
-static __device__ __forceinline__ int pixel_of(const Half& half) { return half.row * T::G_LINE + half.column; }
+static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s) {
+  return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
+}
+
+// =====================================================================================================================
+// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
+// (TF32), or 2q and 2q + 1 of two strips.
+// =====================================================================================================================
+
+static __device__ __forceinline__ int pixel_of(const Half& half) { return half.row * C::plane_columns + half.column; }
 
 // By descriptor, which takes the place of two words: rows of 64 channels of the tap's pixels, as the engine leaves them. Nothing is
 // waited for, so that instructions are queued from chunk to chunk.
@@ -167,10 +142,9 @@ static __device__ __forceinline__ void load_matrices(u32 (&a)[4], const Tile& g,
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
-  int at = g.lane_at + g.taps.at[u];
-  if constexpr (C::aligned_g) return at;
-  else if constexpr (T::CLASSED) return at + g.phases.of[half.memory.h % C::row_classes];
-  else return at + ((g.phases.of[0] + g.taps.line[u] + V::memory_row(half.memory, g.s)) & (T::VEC - 1));
+  const int at = g.lane_at + g.taps.at[u];
+  if constexpr (C::box_g) return at + g.phases[half.memory.h % C::row_classes];
+  else return at + ((g.phases[0] + g.taps.line[u] + memory_row(half.memory, g.s)) & (T::VEC - 1));
 }
 // And constants that are even, so that the addresses are a register and an immediate; of rows g and g + 8.
 static __device__ __forceinline__ int constant_of(const Half& half, int h) {
@@ -196,76 +170,69 @@ static __device__ __forceinline__ void load_elements(u32 (&a)[4], const Tile& g,
     }
   }
 }
-};
 
 // [16 bits] NCHW: K is two pixels a word, and a tap begins at any. Units that are neighbours along W (C::run of them) may have nearly all
 // their words in common. Then these are loaded once (C::run_words), and shifted in registers.
-template <class T>
-struct WgradUnits {
-  using C = typename T::C;
-  using F = WgradFragments<T>;
-  static constexpr bool SHARED = C::run_words > 0;
-  static constexpr int WORDS = SHARED ? C::run_words : 1;
-  u32 word[2][2][WORDS];                   // of a step's two strips, of rows g and g + 8: all words of a run of taps
+struct RunWords {
+  u32 word[2][2][C::run_words > 0 ? C::run_words : 1];  // of a step's two strips, of rows g and g + 8
   bool odd[2];                             // whether the run begins in the middle of the first
-
-  // The fragment of unit `u`, of units one after the other.
-  __device__ __forceinline__ void load(u32 (&a)[4], const typename F::Tile& g, int u, const typename F::Step& step) {
-    if constexpr (SHARED) {
-      if (u % C::run == 0) load_words(g, u, step);
-      shift(a, u % C::run);
-    } else {
-      F::load(a, g, u, step);
-    }
-  }
-
-  // The words of the run that begins with unit `u`.
-  __device__ __forceinline__ void load_words(const typename F::Tile& g, int u, const typename F::Step& step) {
-    const u32* words = (const u32*)g.at;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      const int at = F::begin_of(g, u, step.half[k]);
-      odd[k] = C::parity_known ? C::padding_w & 1 : at & 1;
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < WORDS; j++) word[k][h][j] = words[(at >> 1) + F::constant_of(step.half[k], h) / 2 + j];
-    }
-  }
-
-  // The fragment of the run's tap `i`, as F would load it.
-  __device__ __forceinline__ void shift(u32 (&a)[4], int i) const {
-    const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      u32 selector = (odd[k] == (first % 2 == 0) ? 0x32u : 0x10u) | (odd[k] == (second % 2 == 0) ? 0x7600u : 0x5400u);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        u32 low = first % 2 && odd[k] ? word[k][h][(first + 1) / 2] : word[k][h][first / 2];
-        u32 high = second % 2 && odd[k] ? word[k][h][(second + 1) / 2] : word[k][h][second / 2];
-        a[2 * k + h] = __byte_perm(low, high, selector);
-      }
-    }
-  }
 };
+
+// The words of the run that begins with unit `u`.
+static __device__ __forceinline__ void load_run(RunWords& run, const Tile& g, int u, const Step& step) {
+  const u32* words = (const u32*)g.at;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const int at = begin_of(g, u, step.half[k]);
+    run.odd[k] = C::parity_known ? C::padding_w & 1 : at & 1;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int j = 0; j < C::run_words; j++) run.word[k][h][j] = words[(at >> 1) + constant_of(step.half[k], h) / 2 + j];
+  }
+}
+
+// The fragment of the run's tap `i`, as `load_elements` would load it.
+static __device__ __forceinline__ void shift(u32 (&a)[4], const RunWords& run, int i) {
+  const int first = i * C::dilation_w, second = first + C::step_w;  // elements from the run's own first to the two of a word of K
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const bool odd = run.odd[k];
+    u32 selector = (odd == (first % 2 == 0) ? 0x32u : 0x10u) | (odd == (second % 2 == 0) ? 0x7600u : 0x5400u);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const auto& word = run.word[k][h];   // which is chosen by a constant index: else it would be local memory
+      const u32 low = first % 2 && odd ? word[(first + 1) / 2] : word[first / 2];
+      const u32 high = second % 2 && odd ? word[(second + 1) / 2] : word[second / 2];
+      a[2 * k + h] = __byte_perm(low, high, selector);
+    }
+  }
+}
+
+// Of units one after the other.
+static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Tile& g, int u, const Step& step) {
+  if constexpr (C::run_words > 0) {
+    if (u % C::run == 0) load_run(run, g, u, step);
+    shift(a, run, u % C::run);
+  } else if constexpr (C::a_shared) {
+    describe(a, g, u, step);
+  } else if constexpr (T::TURN_X) {
+    load_words(a, g, u, step);
+  } else if constexpr (C::channels_last) {
+    load_matrices(a, g, u, step);
+  } else {
+    load_elements(a, g, u, step);
+  }
+}
 
 // =====================================================================================================================
 // Multiplications
 // =====================================================================================================================
 
-template <class T>
-struct WgradMultiply {
-using C = typename T::C;
-using F = WgradFragments<T>;
-using Taps = typename F::Taps;
-using Step = typename F::Step;
-using Tile = typename F::Tile;
-using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
-using Sums = UnitSums[T::UNITS];
-
 // Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
 // ..., each a row above the one before; their sums lie in the order of the rows.
 static constexpr int LEAST = C::taps_h / C::step_h, OVER = C::taps_h % C::step_h;
+static constexpr int REMAINDERS = C::stacked ? C::step_h : 1;
 static __device__ __forceinline__ int stack_of(int r) { return C::stacked ? LEAST + (r < OVER) : 1; }
 static __device__ __forceinline__ int stack_begin(int r) { return r * LEAST + (r < OVER ? r : OVER); }
 // Where a unit's tap has its sums.
@@ -292,60 +259,59 @@ static __device__ __forceinline__ void multiply_by(UnitSums& acc, int first, con
   }
 }
 
-static __device__ __forceinline__ void multiply(UnitSums& acc, int first, int rows, const u32 (&a)[4], u32 x) {
-  if (rows == C::stack) multiply_by<C::stack>(acc, first, a, x);
-  else if constexpr (C::stacked && LEAST > 0 && LEAST < C::stack) multiply_by<LEAST>(acc, first, a, x);
+// By the rows of x that a row of g with remainder `r` meets, of `x` and those behind it.
+static __device__ __forceinline__ void multiply(UnitSums& acc, int r, const u32 (&a)[4], u32 x) {
+  if (stack_of(r) == C::stack) multiply_by<C::stack>(acc, stack_begin(r), a, x);
+  else if constexpr (C::stacked && OVER > 0) multiply_by<LEAST>(acc, stack_begin(r), a, x + T::X_ROW_BYTES);
 }
 
-// A step's fragment of a unit by rows of x from `x` on. From registers the instruction that had them before must be done.
-static __device__ __forceinline__ void multiply_unit(UnitSums& acc, WgradUnits<T>& units, u32 (&a)[4], const Tile& g, int u, const Step& step, int first, int rows, u32 x) {
-  units.load(a, g, u, step);
-  if constexpr (!C::a_shared) wgmma_fence();
-  multiply(acc, first, rows, a, x);
-  if constexpr (!C::a_shared) wgmma_commit();
-}
-
-// Stacked: the unrolled steps of every row of a chunk from step `first` of a row on.
-static __device__ __forceinline__ void multiply_rows(Sums& acc, int first, const unsigned char* tile, Tile g) {
-  u32 a[T::FRAGMENTS][4];
-  WgradUnits<T> units;
-  g.at = tile + T::X_TILE_BYTES;
-  g.lane_at += first * (32 / T::ELEMENT * T::G_STEP_W) * T::G_PIXEL_BYTES;
-  const u32 x_tile = shared_address(tile) + T::x_at(first);
-  int step = 0;                            // a constant after unrolling
+// The unrolled steps of a part of a chunk.
+static __device__ __forceinline__ void multiply_part(Sums& acc, int part, const unsigned char* tile, Tile g) {
+  u32 a[T::FRAGMENTS][4];                  // of the instructions in flight
+  RunWords run;
+  const Step from = step_of(part * C::unrolled);
+  g.at = tile + T::X_TILE_BYTES + from.half[0].row * T::G_ROW_BYTES;
+  if constexpr (!C::channels_last && !C::box_g) g.phases[0] += memory_row(from.half[0].memory, g.s);
+  g.lane_at += from.half[0].column * T::G_PIXEL_BYTES;
+  const u32 x = shared_address(tile) + from.x;
 #pragma unroll
-  for (int remainder = 0; remainder < C::step_h && remainder < C::taps_h; remainder++)
+  for (int k = 0; k < C::unrolled; k++)
 #pragma unroll
-    for (int i = 0; i < C::tile_n * C::tile_d * C::tile_h * C::unrolled; i++) {
-      const int column = i % C::unrolled, q = i / C::unrolled % C::tile_h, slice = i / (C::unrolled * C::tile_h);
-      const Step at = F::step_of_row(slice / C::tile_d, slice % C::tile_d, q * C::step_h + remainder, column);
-      const u32 x = x_tile + T::x_at(column) + (slice * T::X_ROWS_H + q + C::stack - stack_of(remainder)) * T::X_ROW_BYTES;
+    for (int r = 0; r < REMAINDERS; r++)
 #pragma unroll
-      for (int u = 0; u < T::UNITS; u++) {
-        multiply_unit(acc[u], units, a[step++ % T::FRAGMENTS], g, u, at, stack_begin(remainder), stack_of(remainder), x);
-        wgmma_wait<T::FRAGMENTS - 1>();
+      for (int u = 0; u < C::units; u++) {
+        const Step step = step_of(k, r);
+        u32 (&fragment)[4] = a[((k * REMAINDERS + r) * C::units + u) % T::FRAGMENTS];
+        load(fragment, run, g, u, step);
+        if constexpr (!C::a_shared) wgmma_fence();
+        multiply(acc[u], r, fragment, x + step.x);
+        if constexpr (!C::a_shared) wgmma_commit(), wgmma_wait<T::FRAGMENTS - 1>();  // a fragment's registers are free again
       }
-    }
-  wgmma_wait<0>();
+  if constexpr (!C::a_shared) wgmma_wait<0>();
 }
 
-// The unrolled steps of run `run` of a chunk. A run is some whole rows of q or a part of one, so that runs differ by an offset.
-static __device__ __forceinline__ void multiply_run(Sums& acc, int run, const unsigned char* tile, Tile g) {
-  u32 a[T::FRAGMENTS][4];
-  WgradUnits<T> units;
-  const int first = run * (C::unrolled / C::entries);
-  const typename F::Half from = F::step_of(first).half[0];
-  g.at = tile + T::X_TILE_BYTES + from.row * T::G_BOX_BYTES;
-  if constexpr (!C::channels_last && !C::aligned_g && !T::CLASSED) g.phases.of[0] += F::memory_row(from.memory, g.s);
-  g.lane_at += from.column * T::G_PIXEL_BYTES;
-  u32 x_from = shared_address(tile) + T::x_at(first);
+// A warpgroup's part of the block's record, in shared memory.
+static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, const Lane& of) {
 #pragma unroll
-  for (int step = 0; step < C::unrolled; step++) {
-    const int e = step % C::entries, k = step / C::entries;
-    multiply_unit(acc[e], units, a[step % T::FRAGMENTS], g, e, F::step_of(k), 0, 1, x_from + T::x_at(k));
-    if constexpr (!C::a_shared) {
-      if (step + 1 == C::unrolled) wgmma_wait<0>();
-      else wgmma_wait<T::FRAGMENTS - 1>();
+  for (int u = 0; u < C::units; u++) {
+    int unit = of.first_unit + u * T::NEXT_UNIT;
+    if (unit >= T::SET_UNITS) continue;
+#pragma unroll
+    for (int i = 0; i < T::OF_UNIT; i++) {
+      // A unit is a tap, or (stacked) a column of taps_h of them.
+      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
+#pragma unroll
+      for (int nb = 0; nb < T::NB; nb++)
+#pragma unroll
+        for (int j = 0; j < T::N_WIDTH / 8; j++)
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
+            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
+            const float* sums = &acc[u][nb][place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
+            store_shared_f32(to, sums[0]);
+            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
+          }
     }
   }
 }

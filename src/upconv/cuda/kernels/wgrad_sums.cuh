@@ -19,22 +19,23 @@ static constexpr int QUADS = C::block_co / 4;           // of a row of the block
 static constexpr int BATCH = 8;                         // records whose loads are on their way at a time
 static constexpr int LANES = 8, FEW = 128;              // that divide the records of a sum, where sums of so many shares are so few
 
-// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its sums are in shared memory.
+// Of a block's [ci][quad] those that are added and stored together, of all taps; and where its rows' sums are in shared memory, as in a
+// record of so many rows.
 struct Share {
   int first, quads;
-  u32 at;                                  // of the rows from that of the first quad on
+  u32 at;
   int tap_pitch;
-  __device__ __forceinline__ int row() const { return first / QUADS; }
-  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - row()) * S::SUMS_PITCH + co) * 4; }
+  __device__ __forceinline__ u32 place(int tap, int ci, int co) const { return at + (tap * tap_pitch + (ci - first / QUADS) * S::SUMS_PITCH + co) * 4; }
   // Rows of ci that it has of quad `q` of a row.
   __device__ __forceinline__ int begin(int q) const { return (first + QUADS - 1 - q) / QUADS; }
   __device__ __forceinline__ int end(int q) const { return (first + quads + QUADS - 1 - q) / QUADS; }
 };
 
-// The share of one of `count` blocks; `shared`: where a record fits, in the place that it would have there.
-static __device__ __forceinline__ Share share_of(int rank, int count, u32 shared) {
-  const int most = (C::block_ci * QUADS + count - 1) / count, first = rank * most, left = C::block_ci * QUADS - first;
-  return {first, left < most ? left : most, shared + first / QUADS * (S::SUMS_PITCH * 4), S::SUMS_OF_TAP};
+// The share of one of `count` blocks. Of a single one it is a record.
+static __device__ __forceinline__ Share share_of(int rank, int count, u32 at) {
+  const int every = C::block_ci * QUADS, most = (every + count - 1) / count, first = rank * most;
+  const int quads = every - first < most ? every - first : most, rows = (first + quads - 1) / QUADS - first / QUADS + 1;
+  return {first, quads, at, rows * S::SUMS_PITCH + 8};
 }
 
 // A share's sums of `count` records, S::TILES apart.
@@ -134,9 +135,7 @@ reduce(const char* __restrict__ records, char* __restrict__ out, int count, long
   using Sums = WgradSums<S, WGRAD_ADDERS>;
   const Sums sums = {out, stride_ci, stride_co, stride_tap, wide};
   const int shares = (int)gridDim.x / S::TILES, tile = blockIdx.x / shares;
-  typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, 0);
-  share.at = shared_address(memory);
-  share.tap_pitch = ((share.quads + Sums::QUADS - 1) / Sums::QUADS + 1) * S::SUMS_PITCH + 8;
+  const typename Sums::Share share = Sums::share_of(blockIdx.x % shares, shares, shared_address(memory));
   typename S::Work work;
   S::take_work(work, tile);
   Sums::add(records + (long long)tile * S::SUMS_BYTES, count, share, threadIdx.x);

@@ -28,78 +28,44 @@
 #include "wgrad_multiply.cuh"
 #include "wgrad_sums.cuh"
 
-// A block's sums as a record, in shared memory and at its place in global memory.
+// What becomes of a block's sums, of which each warpgroup has put its own into shared memory. As a record to global memory.
 // WAITS: until it is there.
 template <class T, bool WAITS = false>
 struct WgradRecord {
-using C = typename T::C;
-using M = WgradMultiply<T>;
-using Lane = typename M::F::Lane;
 char* records;
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const Lane& of, int thread) const {
-  put_shared(acc, block.base, of);
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
   fence_async_shared();
   named_sync<2, T::CONSUMERS>();           // all have stored theirs
   if (thread == 0) {
-    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.base);  // the index is read again: kept, it spills
+    store_bulk<T::SUMS_BYTES>(records + (long long)block_index() * T::SUMS_BYTES, block.ring.stages);  // the index is read again: kept, it spills
     bulk_commit();
     if constexpr (WAITS) bulk_wait();
     else bulk_wait_read();                 // the launch's end waits
   }
 }
-
-static __device__ __forceinline__ void put_shared(const typename M::Sums& acc, u32 memory, const Lane& of) {
-  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
-#pragma unroll
-  for (int u = 0; u < T::UNITS; u++) {
-    int unit = of.first_unit + u * T::NEXT_UNIT;
-    if (unit >= T::SET_UNITS) continue;
-#pragma unroll
-    for (int i = 0; i < T::OF_UNIT; i++) {
-      // A unit is a tap, or (stacked) a column of taps_h of them.
-      int tap = C::stacked ? (unit / C::taps_w * C::taps_h + i) * C::taps_w + unit % C::taps_w : unit;
-#pragma unroll
-      for (int nb = 0; nb < T::NB; nb++)
-#pragma unroll
-        for (int j = 0; j < T::N_WIDTH / 8; j++)
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            int m = T::channel_of(of.channel + of.row + T::NEXT_ROWS * h);
-            u32 to = memory + T::sum_at(tap, nb * T::N_WIDTH + j * 8 + 2 * of.q, m);
-            const float* sums = &acc[u][nb][M::place_of(i) * (T::N_WIDTH / 2) + 4 * j + 2 * h];
-            store_shared_f32(to, sums[0]);
-            store_shared_f32(to + T::SUMS_PITCH * 4, sums[1]);
-          }
-    }
-  }
-}
 };
 
-// The weight's gradient: by the blocks of a tile together, or (alone) by the only one.
+// To the weight's gradient: by the blocks of a tile together, or (alone) by the only one.
 template <class T>
 struct WgradWhole {
-using C = typename T::C;
-using M = WgradMultiply<T>;
 using Weight = WgradSums<T, T::CONSUMERS>;
 Weight weight;
 char* records;
 u32* counters;                             // [arrived, left] of each tile; zeros, which the last to leave leaves
 
-__device__ __forceinline__ void put(const typename M::Sums& acc, const WgradBlock<T>& block, const typename M::F::Lane& of, int thread) const {
+__device__ __forceinline__ void put(const WgradBlock<T>& block, int thread) const {
   int rank = 0, count = 1;
-  if constexpr (C::alone) {
-    WgradRecord<T>::put_shared(acc, block.base, of);
-  } else {
-    WgradRecord<T, true>{records}.put(acc, block, of, thread);
+  if constexpr (!T::C::alone) {
+    WgradRecord<T, true>{records}.put(block, thread);
     const int index = block_index(), tile = index % T::TILES;
     rank = index / T::TILES, count = (int)gridDim.x / T::TILES;
     if (thread == 0) meet(counters + 2 * tile, count);
     named_sync<2, T::CONSUMERS>();
-    Weight::add(records + (long long)tile * T::SUMS_BYTES, count, Weight::share_of(rank, count, block.base), thread);
+    Weight::add(records + (long long)tile * T::SUMS_BYTES, count, Weight::share_of(rank, count, block.ring.stages), thread);
   }
   named_sync<2, T::CONSUMERS>();
-  weight.store(block.work, Weight::share_of(rank, count, block.base), thread);
+  weight.store(block.work, Weight::share_of(rank, count, block.ring.stages), thread);
 }
 
 // One thread of each of `count` blocks that run at once: what they have written is seen by all of them behind it.
@@ -112,110 +78,78 @@ static __device__ __forceinline__ void meet(u32* counters, u32 count) {
 }
 };
 
-template <class C_>
+template <class C>
 struct WgradWgmma {
-using C = C_;
 using T = WgradTile<C>;
-using Number = typename T::Number;
-using Sizes = typename T::Sizes;
-using Chunk = typename T::Chunk;
-using Work = typename T::Work;
-using TensorMaps = typename T::TensorMaps;
 using Block = WgradBlock<T>;
+using Ring = typename Block::Ring;
 using M = WgradMultiply<T>;
-using F = typename M::F;
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
-
-// NCHW: where rows of a chunk's tile begin, for a lane.
-static __device__ __forceinline__ void begin_rows(typename F::Tile& g, const Block& block, int i, const typename F::Lane& of) {
-  const Sizes& s = block.s;
-  Chunk c = T::in_g(T::chunk_at(i, s), block.work);
-  if constexpr (C::aligned_g) {
-    g.lane_at += c.w & (T::VEC - 1);
-  } else if constexpr (T::CLASSED) {
-    const int of_channels = (of.channel + of.row) / T::G_CHANNELS;  // the lane's class
+// A chunk's tile of g, for a lane. NCHW: its rows, 8 channels apart, begin alike.
+static __device__ __forceinline__ typename M::Tile tile_of(const Block& block, int i, const typename M::Lane& of, const typename M::Taps& taps, int lane_first) {
+  typename M::Tile g = {nullptr, taps, block.s, {}, lane_first};
+  if constexpr (C::channels_last) return g;
+  const typename T::Sizes& s = block.s;
+  const typename T::Chunk c = T::in_g(T::chunk_at(i, s), block.work);
+  const int channel = block.work.group * C::cout + block.work.co;
 #pragma unroll
-    for (int j = 0; j < C::row_classes; j++)
-      g.phases.of[j] = WgradBoxes<T>::class_of(c.h + j, block.work.group * C::cout + block.work.co + of_channels, c.w, s).phase;
-  } else {
-    // Rows 8 channels apart have the same alignment, so that a lane has one for each row of a tile.
-    g.phases.of[0] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + block.work.group * C::cout + block.work.co + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
-  }
+  for (int j = 0; j < C::row_classes; j++)
+    if constexpr (C::box_g) g.phases[j] = (c.w + T::class_of(c.h + j, channel + (of.channel + of.row) / T::G_CHANNELS, s).lead) & (T::VEC - 1);
+    else g.phases[j] = (u32)((u64)block.g / T::ELEMENT) + (((u32)c.n * T::COUT + channel + of.row) * s.out_d + c.d) * s.out_h * s.out_w + (u32)c.h * s.out_w + c.w;
+  return g;
 }
 
 // A split's sums; what becomes of them is `end`'s to say.
 template <class E>
 static __device__ __forceinline__ void consume(const E& end, const Block& block, int wg, int thread) {
-  const typename F::Lane of = F::lane_of(wg, thread);
+  const typename M::Lane of = M::lane_of(wg, thread);
   typename M::Sums acc = {};               // ahead of what addresses need: behind it ptxas is given two sets of zeros
-  typename F::Taps taps;
+  typename M::Taps taps;
 #pragma unroll
-  for (int u = 0; u < T::UNITS; u++) F::set_tap(taps, u, of.first_unit + u * T::NEXT_UNIT, block.s);
-  const int lane_first = F::lane_first(of);
-  const int first = block.begin(), last = block.end();
-  CursorOf<C::stages> cursor = {0, 0};
+  for (int u = 0; u < C::units; u++) M::set_tap(taps, u, of.first_unit + u * T::NEXT_UNIT, block.s);
+  const int lane_first = M::lane_first(of);
+  typename Ring::Cursor cursor = {0, 0};
   // A warpgroup whose taps are all beyond the kernel leaves the tensor cores to the others.
-  const int units_before = wg / C::split_m * (C::subs * T::UNITS);
+  const int units_before = wg / C::split_m * (C::subs * C::units);
   const bool idle = units_before >= T::SET_UNITS || (T::SET_UNITS == C::taps_w && block.work.tap_w + units_before >= C::kernel_w);
 #pragma unroll 1
-  for (int i = first; i < last; i++, cursor.next()) {
-    typename F::Tile g = {nullptr, taps, block.s, {}, lane_first};
-    if constexpr (!C::channels_last) begin_rows(g, block, i, of);
-    const unsigned char* tile = block.memory + cursor.stage * T::STAGE_BYTES;
-    barrier_wait(block.full + cursor.stage * 8, cursor.parity);
+  for (int i = block.begin; i < block.end; i++, cursor.next()) {
+    const typename M::Tile g = tile_of(block, i, of, taps, lane_first);
+    const unsigned char* stage = block.memory + cursor.stage * T::STAGE_BYTES;
+    block.ring.wait_full(cursor);
     if constexpr (C::a_shared) wgmma_fence();
-    if constexpr (C::stacked) {
 #pragma unroll 1
-      for (int at = idle ? T::ROW_STEPS : 0; at < T::ROW_STEPS; at += C::unrolled) M::multiply_rows(acc, at, tile, g);
-    } else {
-#pragma unroll 1
-      for (int run = idle ? T::STEPS / C::unrolled : 0; run < T::STEPS / C::unrolled; run++) M::multiply_run(acc, run, tile, g);
-    }
+    for (int part = idle ? T::PARTS : 0; part < T::PARTS; part++) M::multiply_part(acc, part, stage, g);
     if constexpr (C::a_shared) {
       // The chunk before is done with. That is late: instructions wait for room in the tensor cores' queue, so that most of this chunk's
       // are behind them, too. With 2 stages that is far too late. A stage given back behind a chunk's first instruction, or its third,
       // is slower with more stages: the queue runs empty.
       wgmma_commit();
       wgmma_wait<1>();
-      if (i > first && of.lane == 0) barrier_arrive(block.empty + (cursor.stage ? cursor.stage - 1 : C::stages - 1) * 8);
+      if (i > block.begin) leave(block.ring.empty({cursor.stage ? cursor.stage - 1 : C::stages - 1, 0}), of.lane);
     } else {
-      __syncwarp();
-      if (of.lane == 0) barrier_arrive(block.empty + cursor.stage * 8);
+      give_back(block.ring.empty(cursor), of.lane);
     }
   }
   if constexpr (C::a_shared) wgmma_wait<0>();
-  end.put(acc, block, of, wg * 128 + thread);
+  named_sync<2, T::CONSUMERS>();           // nobody reads a stage any more
+  M::store_sums(acc, block.ring.stages, of);
+  end.put(block, wg * 128 + thread);
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
-
 template <class E>
-static __device__ __forceinline__ void run(const char* g, const E& end, const Sizes& s, const TensorMaps& maps, unsigned char* memory) {
-  const u32 base = shared_address(memory), full = base + T::BARRIERS_AT, empty = full + 8 * C::stages, last = base + T::BARRIERS_AT + 16 * C::stages;
-  Block block = {maps, g, s, {}, 0, memory, base, full, empty, last};
-  block.split = T::take_work(block.work, blockIdx.x);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::stages; i++) {
-      barrier_init(full + 8 * i, WgradProducer<T>::ARRIVALS);
-      barrier_init(empty + 8 * i, C::warpgroups * 4);
-    }
-    barrier_init(last, 1);
-    barriers_begun();
-  }
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role == 0) {
-    fewer_registers<C::producer_registers>();
-    WgradProducer<T>::run(block, thread);
-  } else {
-    more_registers<C::consumer_registers>();
-    consume(end, block, role - 1, thread);
-  }
+static __device__ __forceinline__ void run(const char* g, const E& end, const typename T::Sizes& s, const typename T::TensorMaps& maps, unsigned char* memory) {
+  const u32 base = shared_address(memory), barriers = base + T::BARRIERS_AT;
+  Block block = {maps, g, s, {}, 0, 0, memory, Ring::at(base, barriers), barriers + Ring::BARRIER_BYTES};
+  block.begin = T::take_work(block.work, blockIdx.x) * s.per_split;
+  block.end = block.begin + s.per_split < s.chunks ? block.begin + s.per_split : s.chunks;
+  const auto init = [&] {
+    block.ring.init(WgradProducer<T>::ARRIVALS, C::warpgroups * 4);
+    barrier_init(block.raw_full, 1);
+  };
+  const auto produce = [&] { WgradProducer<T>::run(block, threadIdx.x & 127); };  // whose loops then have a known length
+  const auto consumer = [&](int wg, int thread) { consume(end, block, wg, thread); };
+  run_block<1, C::warpgroups, C::producer_registers, C::consumer_registers>(init, produce, consumer);
 }
 };
 

@@ -11,12 +11,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Literal
 
 import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Tensor5, channels_last, of_class
+from upconv.cuda.compile.boxes import channels_last, of_class
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.gpu import gpu as gpu_of
@@ -69,12 +70,12 @@ class Choice(family.Choice):
     @property
     def summary(self) -> str:
         t = self.tiling
-        shape, taps = "x".join(map(str, t.tile)), "x".join(map(str, t.taps))
+        shape, taps = "x".join(map(str, t.chunk)), "x".join(map(str, t.taps))
         instruction = "wgmma" if isinstance(t, WarpgroupTiling) else "mma.sync"
         if isinstance(t, WarpgroupTiling) and t.stacked:
             instruction += f" of up to {t.stack} rows"
-        gapless = isinstance(t, WarpgroupTiling) and t.gapless
-        shape += f" of {gapless} without gaps" if gapless else ""
+        if t.gapless:
+            shape += f" of {t.tile[3]} without gaps"
         return (
             f"{instruction} {t.problem.precision}, {t.block[0]}x{t.block[1]} channels x {taps} taps a block, chunks of "
             f"{shape} (NxDxHxW of q), K in {self.splits * t.k_slices} slices, {t.shared_bytes // 1024} KB shared, "
@@ -93,10 +94,14 @@ class Choice(family.Choice):
         """
         p, t = self.problem, self.tiling
         label = f"wgrad {str(p).split(' on ')[0]} {p.precision} {p.layout}"
-        steps = two_steps(label, t)
-        if not isinstance(t, WarpgroupTiling) or self.ending == "steps":
+        entries = t.entry, "reduce"
+        names = tuple(f"{name}<{jit.CONFIG}>" for name in entries)
+        steps = Unit(label, jit.instance(t.file, t.constants(), names), entries)
+        if self.ending == "steps":
             return (steps,)
-        return steps, one_step(f"{label} {self.ending}", t, self.ending == "alone")
+        constants = t.constants() | {"alone": self.ending == "alone"}
+        one_step = jit.instance(t.file, constants, (f"wgrad_whole<{jit.CONFIG}>",))
+        return steps, Unit(f"{label} {self.ending}", one_step, ("wgrad_whole",))
 
     # --- launches -----------------------------------------------------------------------------------------------------
 
@@ -155,8 +160,7 @@ class Choice(family.Choice):
         chunk's box in place of the input, which boxes bring."""
         t, p = self.tiling, self.problem
         full, counts = (1,) * (3 - p.rank), t.counts(p)
-        gapless = isinstance(t, WarpgroupTiling) and t.gapless
-        images = t.tile if gapless else (p.batch, *full, *p.size)
+        images = t.chunk if t.gapless else (p.batch, *full, *p.size)
         chunks = math.prod(counts)
         return ints((*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // self.splits)))
 
@@ -171,19 +175,7 @@ class Choice(family.Choice):
         t, p = self.tiling, self.problem
         if isinstance(t, SyncTiling):
             return ()
-        return (*tensor_maps(t, p, False), *(tensor_maps(t, p, True) if t.box_g else ()))
-
-
-def two_steps(label: str, t: AnyTiling) -> Unit:
-    """A tiling's kernel that leaves records of sums, and the one that adds them."""
-    names = tuple(f"{name}<{jit.CONFIG}>" for name in (t.entry, "reduce"))
-    return Unit(label, jit.instance(t.file, t.constants(), names), (t.entry, "reduce"))
-
-
-def one_step(label: str, t: WarpgroupTiling, alone: bool) -> Unit:
-    """A tiling's kernel that writes the weight."""
-    constants = t.constants() | {"alone": alone}
-    return Unit(label, jit.instance(t.file, constants, (f"wgrad_whole<{jit.CONFIG}>",)), ("wgrad_whole",))
+        return (*tensor_maps(t, p, "input"), *(tensor_maps(t, p, "gradient") if t.box_g else ()))
 
 
 def adders(t: AnyTiling, slices: int) -> tuple[int, int]:
@@ -196,30 +188,23 @@ def adders(t: AnyTiling, slices: int) -> tuple[int, int]:
     return shares, t.set_taps * ((-(-most // of_row) + 1) * (t.block[1] + 4) + 8) * 4
 
 
-def tensors(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Tensor5, ...]:
-    """The tensors that a tiling's boxes of the input (or of the output's gradient ``g``) are cut from."""
-    size = p.out_size if g else p.size
-    channels = p.out_channels if g else p.in_channels
-    if t.channels_last:
-        return (channels_last(p.batch, channels, size, t.element),)
-    if t.lines and not g:
-        size = (*size[:-2], 1, size[-2] * size[-1])
-    of_rows, of_channels = t.classes if g else (1, 1)
-    return tuple(
-        of_class(p.batch, channels, size, t.element, (of_rows, j), (of_channels, k)).channels_second()
-        for k, j in product(range(of_channels), range(of_rows))
-    )
-
-
-def tensor_maps(t: WarpgroupTiling, p: Problem, g: bool) -> tuple[Map, ...]:
-    """Over each of a tiling's `tensors`, with its box. float32 is rounded to TF32, to nearest even, on its way."""
-    if g:
-        span = t.g_width * t.element if t.channels_last else 0
+def tensor_maps(t: WarpgroupTiling, p: Problem, operand: Literal["input", "gradient"]) -> tuple[Map, ...]:
+    """Over each tensor that a tiling's boxes of an operand are cut from. float32 is rounded to TF32 on its way."""
+    if operand == "gradient":
+        channels, size, (of_rows, of_channels) = p.out_channels, p.out_size, t.classes
         assert t.g_boxes is not None
-        box, steps = t.g_boxes
-        return tuple(Map("gradient", one, p.dtype, box, steps, span, rounded=True) for one in tensors(t, p, g))
-    span = 0 if t.turned else t.segment
-    return tuple(Map("input", one, p.dtype, t.box, span=span, rounded=True) for one in tensors(t, p, g))
+        boxes, span = t.g_boxes, t.g_width * t.element if t.channels_last else 0
+    else:
+        channels, size, (of_rows, of_channels) = p.in_channels, p.size, (1, 1)
+        size = (*size[:-2], 1, size[-2] * size[-1]) if t.lines else size
+        boxes, span = (t.x_box, (1, 1, 1, 1, 1)), 0 if t.turned else t.segment
+    if t.channels_last:
+        every = [channels_last(p.batch, channels, size, t.element)]
+    else:
+        places = product(range(of_channels), range(of_rows))
+        classes = (((of_rows, j), (of_channels, k)) for k, j in places)
+        every = [of_class(p.batch, channels, size, t.element, *one).channels_second() for one in classes]
+    return tuple(Map(operand, one, p.dtype, *boxes, span, rounded=True) for one in every)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ _ENDINGS: dict[Ending, tuple[float, float]] = {
 
 def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
     """How a tiling's splits become the weight."""
-    if not isinstance(t, WarpgroupTiling) or not t.adds_up or gpu.arch != "90a":
+    if not isinstance(t, WarpgroupTiling) or gpu.arch != "90a":
         return "steps"
     if splits == 1:
         return "alone"
@@ -130,7 +130,7 @@ def _sync_chunk(t: SyncTiling) -> Work:
 
 
 def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> Work:
-    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], _fragments(t)
+    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments * t.warpgroups
     short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
     loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
     if t.run_words:
@@ -165,11 +165,6 @@ def _conflicts(t: AnyTiling) -> float:
     if isinstance(t, WarpgroupTiling) and t.run_words:
         return t.run_words / t.run
     return 2.0 if t.element == 2 else float(math.gcd(t.steps[2], 4))
-
-
-def _fragments(t: WarpgroupTiling) -> int:
-    """Of g, for a chunk, of all warpgroups."""
-    return (t.steps_of_row * t.row_steps if t.stacked else t.k_steps * t.entries) * t.warpgroups
 
 
 def _boxes(t: WarpgroupTiling) -> int:

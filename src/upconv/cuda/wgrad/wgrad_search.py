@@ -16,7 +16,7 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile.boxes import MAX_CLASSES, alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Model
-from upconv.cuda.wgrad.wgrad_tiling import WARPS, SyncTiling, Triple
+from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling, Triple
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import settled, varied
 from upconv.problem import Problem
@@ -27,15 +27,8 @@ _MOST_TAPS = 36  # of a set
 _GAPLESS = 64, 96, 128, 192, 256  # positions of such chunks
 _TYPICAL, _KEPT = 8, 8  # chunks by which blocks with their taps are compared, and how many of these then have all
 
-Box = tuple[int, int, int, int]
-"""Images and positions along D, H and W."""
-
-
-class Chunk(NamedTuple):
-    """Fields of a tiling."""
-
-    tile: Box
-    gapless: int = 0
+Boxed = tuple[Chunk, Chunk | None]
+"""Fields of a tiling: `tile` and `box`."""
 
 
 class Found(NamedTuple):
@@ -81,7 +74,7 @@ def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Fo
 
     model = Model(p, gpu, general)
 
-    def cheapest(base: AnyTiling, chunks: Iterable[tuple[int, Chunk]]) -> Timed | None:
+    def cheapest(base: AnyTiling, chunks: Iterable[tuple[int, Boxed]]) -> Timed | None:
         tilings = ((i, t) for i, chunk in chunks if (t := _tiling(p, gpu, base, chunk, general)) is not None)
         every = ((*model.fastest(t), i, t) for i, t in tilings)
         return min(((seconds, i, splits, t) for seconds, splits, i, t in every), key=itemgetter(0, 1), default=None)
@@ -104,19 +97,20 @@ def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Fo
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def _chunks(p: Problem, base: AnyTiling, general: bool) -> tuple[Chunk, ...]:
+def _chunks(p: Problem, base: AnyTiling, general: bool) -> tuple[Boxed, ...]:
     """The chunks of a block with its taps."""
     if isinstance(base, SyncTiling):
-        return _boxes(p.rank, 64)
-    found = _boxes(p.rank, 32)
+        return _tiles(p.rank, 64)
+    found = _tiles(p.rank, 32)
     if base.channels_last and not (general or base.stacked):
-        found += tuple(Chunk(box, positions) for positions in _GAPLESS if (box := gapless_box(p, positions)))
+        boxes = ((positions, gapless_box(p, positions)) for positions in _GAPLESS)
+        found += tuple(((1, 1, 1, positions), box) for positions, box in boxes if box is not None)
     return found
 
 
 @cache
-def _boxes(rank: int, least: int) -> tuple[Chunk, ...]:
-    """Boxes of positions; ``least``: of one in 1-D."""
+def _tiles(rank: int, least: int) -> tuple[Boxed, ...]:
+    """Those of whole strips; ``least``: positions of one in 1-D."""
     if rank == 1:
         shapes = [(n, 1, 1, w) for n in (1, 2, 4) for w in (8, 16, 32, 64, 128, 256) if least <= n * w <= 512]
     else:
@@ -124,26 +118,27 @@ def _boxes(rank: int, least: int) -> tuple[Chunk, ...]:
         shapes = [(n, 1, h, w) for n, h, w in sides if 32 <= n * h * w <= 256]
     if rank == 3:
         shapes += [(1, d, h, w) for d in (2, 4) for h in (2, 4, 8) for w in (8, 16, 32) if 32 <= d * h * w <= 256]
-    return tuple(map(Chunk, shapes))
+    return tuple((tile, None) for tile in shapes)
 
 
-def gapless_box(p: Problem, positions: int) -> Box | None:
+def gapless_box(p: Problem, positions: int) -> Chunk | None:
     """The box of so many positions of which fewest are needed; None where one of no shape has as many."""
     *_, d, h, w = fullest(p.batch, p.size, p.stride, positions)[1]
     images, rest = divmod(positions, d * h * w)
     return None if rest else (images, d, h, w)
 
 
-def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Chunk, general: bool) -> AnyTiling | None:
+def _tiling(p: Problem, gpu: Gpu, base: AnyTiling, chunk: Boxed, general: bool) -> AnyTiling | None:
     """The tiling of a chunk; None where it does not fit, is none of the kernel's, or never of use."""
+    tile, box = chunk
     if isinstance(base, SyncTiling):
-        one = varied(base, tile=chunk.tile)
+        one = varied(base, tile=tile)
         fits = one.shared_bytes <= gpu.shared_bytes and one.k_steps >= one.k_slices
         return one if fits and (one.element == 4 or one.strips % 2 == 0) else None
-    rows, width = chunk.tile[2:]
+    rows, width = tile[2:]
     # Rows of 128 bytes rather than of 32: the tensor copy engine takes as long for either.
     lines = not general and width == narrow(p) and rows > 1 and width * base.element < 128
-    t = varied(base, tile=chunk.tile, gapless=chunk.gapless, lines=lines)
+    t = varied(base, tile=tile, box=box, lines=lines)
     if t.segment < 32 or (t.element == 2 and t.strips % 2) or (t.stacked and not t.stackable):
         return None
     if t.classed and not t.classes_fit:
@@ -211,7 +206,7 @@ def _warpgroup_bases(p: Problem, gpu: Gpu, general: bool) -> Iterator[WarpgroupT
     steep = math.prod(p.stride) >= 8
     widths = _widths(cin, steep or layer.aligned_g, rows_of_32=layer.channels_last and layer.element == 2)
     sets = [(taps, False) for taps in _tap_sets(p)] + [(taps, True) for taps in _column_sets(p)]
-    shared_rows = [(subs, False) for subs in (1, 2, 4)] + [(subs, True) for subs in (2, 4, 8) if layer.aligned_g]
+    shared_rows = [(subs, False) for subs in (1, 2, 4)] + [(subs, True) for subs in (2, 4) if layer.aligned_g]
     for ci, (groups, split_m), (subs, interleaved), (taps, stacked) in product(
         widths, ((2, 1), (2, 2), (3, 1)), shared_rows, sets
     ):

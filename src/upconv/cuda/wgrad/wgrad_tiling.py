@@ -18,6 +18,8 @@ from upconv.derived import derived, derived_from, derived_without
 from upconv.problem import Problem
 
 Triple = tuple[int, int, int]
+Chunk = tuple[int, int, int, int]
+"""Images and positions along D, H and W."""
 of_chunk = derived_without("stages")
 
 WARPS = 8  # of the mma.sync kernel
@@ -37,9 +39,8 @@ class Rows(NamedTuple):
     """Rows from a position's to the next position's."""
     of_tap: int
     """Rows from a tap's to the next tap's."""
-    dense: bool
-    """Whether all rows from the first to the last are held, `Tiling.apart` from each other; else each tap has rows of
-    its own, since these are fewer."""
+    apart: int
+    """Rows of g from one that is held to the next: others no tap reads."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Tiling:
     """Input channels x output channels of a block."""
     taps: Triple
     """Taps (D, H, W) of a set."""
-    tile: tuple[int, int, int, int]
-    """Positions q of a chunk: images, D, H, W."""
+    tile: Chunk
+    """Positions q of a chunk, of whose rows K is."""
     aligned: bool = True
     """NCHW: rows of the input begin at 16 bytes."""
 
@@ -78,12 +79,6 @@ class Tiling:
     @derived_from("problem")
     def padding(self) -> Triple:
         return triple(self.problem.padding, 0)
-
-    @derived_from("problem")
-    def apart(self) -> Triple:
-        """From one row of g (D, H) that some tap reads to the next; columns are all held."""
-        d, h, _ = (math.gcd(*pair) for pair in zip(self.steps, self.dilation))
-        return d, h, 1
 
     @derived_from("problem")
     def element(self) -> int:
@@ -128,15 +123,24 @@ class Tiling:
         return self._rows(0), self._rows(1)
 
     def _rows(self, axis: int) -> Rows:
-        count, taps, apart = self.tile[1 + axis], self.taps[axis], self.apart[axis]
-        step, dilation = self.steps[axis] // apart, self.dilation[axis] // apart
-        span = (count - 1) * step + (taps - 1) * dilation + 1
-        return Rows(span, step, dilation, True) if span <= count * taps else Rows(count * taps, taps, 1, False)
+        count, taps, step, dilation = self.tile[1 + axis], self.taps[axis], self.steps[axis], self.dilation[axis]
+        apart = math.gcd(step if count > 1 else 0, dilation if taps > 1 else 0) or 1
+        return Rows(((count - 1) * step + (taps - 1) * dilation) // apart + 1, step // apart, dilation // apart, apart)
 
     @of_chunk
     def columns(self) -> int:
         """Columns of g from the first that a chunk's taps read to the last."""
         return (self.tile[3] - 1) * self.steps[2] + (self.taps[2] - 1) * self.dilation[2] + 1
+
+    @property
+    def gapless(self) -> bool:
+        """Whether a chunk is a box of any shape, whose positions in their order are the one row of `tile`."""
+        return False
+
+    @property
+    def chunk(self) -> Chunk:
+        """Positions of a chunk, as they are in the tensor."""
+        return self.tile
 
     @property
     def halo(self) -> int:
@@ -145,7 +149,7 @@ class Tiling:
 
     @of_chunk
     def strips(self) -> int:
-        """Strips of 8 positions of a row, or of a chunk without gaps."""
+        """Strips of 8 positions of a row."""
         return math.prod(self.tile) // 8
 
     @property
@@ -195,7 +199,7 @@ class Tiling:
         """Chunks per axis: images, D, H, W."""
         d, h, w = triple(p.size, 1)
         sizes = p.batch, d, h + self.halo, w
-        n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.tile))
+        n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.chunk))
         return n, d, h, w
 
     def chunks(self, p: Problem) -> int:
@@ -212,6 +216,7 @@ class Tiling:
         found = {
             "precision": jit.PRECISIONS[self.problem.precision],
             "channels_last": self.channels_last,
+            "gapless": self.gapless,
             "groups": self.problem.groups,
             "cin": self.channels[0],
             "cout": self.channels[1],
@@ -232,13 +237,12 @@ class Tiling:
                 f"sets_{axis}": self.sets[i],
                 f"tile_{axis}": self.tile[1 + i],
             }
-        for axis, apart, rows in zip("dh", self.apart, self.rows):
+        for axis, rows in zip("dh", self.rows):
             found |= {
-                f"apart_{axis}": apart,
                 f"g_rows_{axis}": rows.held,
                 f"q_rows_{axis}": rows.of_q,
                 f"tap_rows_{axis}": rows.of_tap,
-                f"dense_{axis}": rows.dense,
+                f"apart_{axis}": rows.apart,
             }
         return found
 
@@ -306,8 +310,6 @@ class SyncTiling(Tiling):
             "aligned_x": self.aligned,
             "x_units": self.units[0],
             "x_pitch": self.x_pitch,
-            "stack": 1,
-            "gapless": False,
             "row_classes": 1,
             "shared_bytes": self.shared_bytes,
         }

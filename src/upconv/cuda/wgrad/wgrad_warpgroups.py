@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
-from upconv.cuda.wgrad.wgrad_tiling import Rows, Tiling, of_chunk
+from upconv.cuda.wgrad.wgrad_tiling import Chunk, Rows, Tiling, of_chunk
 from upconv.derived import derived, derived_from
 
 _MAX_STACK = 5  # rows of x in one instruction's columns
@@ -57,14 +57,21 @@ class WarpgroupTiling(Tiling):
     """NCHW: a chunk is as wide as the image, whose rows so are one line: a row of x's tile has several of them."""
     interleaved: bool = False
     """NCHW, boxes of g: the `subs` taps of an instruction are neighbours along W, and their rows neighbours in M."""
-    gapless: int = 0
-    """channels_last: positions of K that a chunk has, which are a box of any shape (the tile): each tap has pixels of g
-    of its own, in the order of the box's, so that no row need be whole strips of 8. The kernel knows their number
-    alone; the box comes with a launch. 0: rows of a chunk are whole strips, and taps share what they read."""
+    box: Chunk | None = None
+    """`gapless`, of channels_last: no row need be whole strips of 8, and each tap has pixels of g of its own. The
+    kernel knows the number of positions alone, and the box comes with a launch. None: taps share what they read."""
     warpgroups: int = 2
     """That multiply; one more copies."""
     split_m: int = 1
     """Of them, those that divide the output channels."""
+
+    @property
+    def gapless(self) -> bool:
+        return self.box is not None
+
+    @property
+    def chunk(self) -> Chunk:
+        return self.box or self.tile
 
     # --- x ------------------------------------------------------------------------------------------------------------
 
@@ -80,7 +87,7 @@ class WarpgroupTiling(Tiling):
     @property
     def line(self) -> int:
         """Bytes of a row of x's positions."""
-        return (self.gapless or self.tile[3]) * self.element * (self.tile[2] if self.lines else 1)
+        return self.tile[3] * self.element * (self.tile[2] if self.lines else 1)
 
     @derived_from("block")
     def x_width(self) -> int:
@@ -100,9 +107,9 @@ class WarpgroupTiling(Tiling):
         return min(128, self.line)
 
     @property
-    def box(self) -> Box:
+    def x_box(self) -> Box:
         """The box of x; in NCHW W is a `segment` of it."""
-        n, d, h, w = self.tile
+        n, d, h, w = self.chunk
         if self.channels_last:
             return self.block[0] if self.turned else self.x_width, w, h + self.halo, d, n
         return self.segment // self.element, self.block[0], 1 if self.lines else h + self.halo, d, n
@@ -122,9 +129,9 @@ class WarpgroupTiling(Tiling):
 
     def _rows(self, axis: int) -> Rows:
         if self.gapless:
-            return Rows(1, 1, 1, True)
+            return Rows(1, 1, 1, 1)
         if self.stacked and axis == 1:
-            return Rows(self.tile[2] * self.steps[1], self.steps[1], 1, True)
+            return Rows(self.tile[2] * self.steps[1], self.steps[1], 1, 1)
         return super()._rows(axis)
 
     @property
@@ -151,7 +158,7 @@ class WarpgroupTiling(Tiling):
         """Columns of g's tile."""
         step, dilation, taps = self.steps[2], self.dilation[2], self.taps[2]
         if self.gapless:
-            return Planes(self.set_taps, self.gapless, 0, True)
+            return Planes(self.set_taps, self.tile[3], 0, True)
         if self.channels_last and 1 < step <= MAX_BOX_STEP:
             period = step // math.gcd(step, dilation)
             on = period * dilation // step
@@ -168,29 +175,20 @@ class WarpgroupTiling(Tiling):
         A box costs hundreds of clocks, however small, so that there are none of parts of a tile.
         """
         if self.gapless:
-            counts, (by_d, by_h, by_w) = self.tile[1:], self.steps
+            counts, (by_d, by_h, by_w) = self.chunk[1:], self.steps
         else:
             counts = self.rows[0].held, self.class_rows, self.planes.columns
-            by_d, by_h = self._row_step(0), self._row_step(1)
+            by_d, by_h = (rows.apart for rows in self.rows)
             by_w = self.steps[2] if self.planes.parted else 1
-        if not 1 <= min(by_d, by_h) <= max(by_d, by_h, by_w) <= MAX_BOX_STEP:
+        if max(by_d, by_h, by_w) > MAX_BOX_STEP:
             return None
         # Of n along a dimension of step s, ceil(n / s) are brought.
         d, h, w = ((count - 1) * step + 1 for count, step in zip(counts, (by_d, by_h, by_w)))
         if self.channels_last:
-            box = self.g_width, w, h, d, self.tile[0]
+            box = self.g_width, w, h, d, self.chunk[0]
         else:
             box = self.g_row_units * self.vec, self.block[1] // self.classes[1], h, d, self.tile[0]
         return (box, (1, by_w, by_h, by_d, 1)) if max(box) <= MAX_BOX else None
-
-    def _row_step(self, axis: int) -> int:
-        """From one row of g's tile to the next along D or H; 0 where rows do not lie evenly."""
-        if self.rows[axis].dense:
-            return self.apart[axis]
-        count, taps, step, dilation = self.tile[1 + axis], self.taps[axis], self.steps[axis], self.dilation[axis]
-        if taps == 1:
-            return step
-        return dilation if count == 1 or step == taps * dilation else 0
 
     @of_chunk
     def box_g(self) -> bool:
@@ -222,9 +220,8 @@ class WarpgroupTiling(Tiling):
 
     @of_chunk
     def g_rows(self) -> int:
-        """As for all tilings, of all classes; `gapless`: one, which has all pixels of a tap."""
-        images = 1 if self.gapless else self.tile[0]
-        return images * self.rows[0].held * self.classes[0] * self.class_rows
+        """As for all tilings, of all classes."""
+        return self.tile[0] * self.rows[0].held * self.classes[0] * self.class_rows
 
     @property
     def g_pixels(self) -> int:
@@ -254,15 +251,6 @@ class WarpgroupTiling(Tiling):
     def shared_bytes(self) -> int:
         """The ring, where a block's sums are at the end; and barriers."""
         return max(self.stages * self.stage_bytes + self.raw_bytes, self.sums_bytes) + 16 * self.stages + 16
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether blocks may write the weight themselves: of several splits together, or of one alone.
-
-        Of 16-bit NCHW tilings not those that have several taps in a fragment, which are slower for an unknown reason,
-        but interleaved ones (docs/experiments.md).
-        """
-        return self.subs == 1 or self.element == 4 or self.channels_last or self.interleaved
 
     # --- who multiplies what ------------------------------------------------------------------------------------------
 
@@ -348,34 +336,30 @@ class WarpgroupTiling(Tiling):
         return self.tile[3] * self.element // 32
 
     @of_chunk
-    def row_steps(self) -> int:
-        """`stacked`: fragments of a warpgroup for one column of K."""
-        return self.tile[0] * self.tile[1] * self.rows[1].held * self.unit_count
+    def fragments(self) -> int:
+        """Of a warpgroup, for a chunk: of g's rows that a row of x meets, each of all units."""
+        return self.k_steps * (self.steps[1] if self.stacked else 1) * self.unit_count
 
     @property
     def unrolled(self) -> int:
-        """Steps of a warpgroup that are unrolled: as many of K as fit, a power of two.
-
-        `stacked`: steps of K of every row.
-        """
-        each, k = (self.row_steps, self.steps_of_row) if self.stacked else (self.entries, self.k_steps)
-        while k > 1 and k * each > _UNROLLED:
-            k //= 2
-        return k if self.stacked else k * each
+        """Steps of K that are unrolled, of as many fragments as fit; `stacked`: of some columns of all rows."""
+        k = self.steps_of_row if self.stacked else self.k_steps
+        parts = 1
+        while k > parts and self.fragments > _UNROLLED * parts:
+            parts *= 2
+        return self.k_steps // parts
 
     def constants(self) -> dict[str, int]:
         """The kernel's, of a block that leaves partial sums to a second step."""
-        found = {
+        return super().constants() | {
             "alone": False,
             "warpgroups": self.warpgroups,
             "split_m": self.split_m,
             "subs": self.subs,
             "interleaved": self.interleaved,
-            "entries": self.entries,
+            "units": self.unit_count,
             "stages": self.stages,
             "unrolled": self.unrolled,
-            "gapless": self.gapless > 0,
-            "aligned_g": self.aligned_g,
             "lines": self.lines,
             "stacked": self.stacked,
             "stack": self.halo + 1,
@@ -398,9 +382,6 @@ class WarpgroupTiling(Tiling):
             "consumer_registers": self.registers[1],
             "shared_bytes": self.shared_bytes,
         }
-        if self.gapless:
-            found |= {"tile_n": 1, "tile_d": 1, "tile_h": 1, "tile_w": self.gapless, "g_columns": 0, "g_units": 0}
-        return super().constants() | found
 
 
 @lru_cache(maxsize=512)
