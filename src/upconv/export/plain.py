@@ -35,22 +35,15 @@ struct Layer {
 template <typename T>
 using SumOf = at::opmath_type<T>;  // float of 16 bits
 
-struct Element {  // image (of a weight: input channel), channel, and place
-  int64_t n;
-  int c, at[3];
-};
-
 __device__ int64_t volume(const int (&size)[3]) { return int64_t(size[0]) * size[1] * size[2]; }
 
-__device__ Element element(int64_t index, int channels, const int (&size)[3]) {
-  Element e;
-  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) e.at[axis] = index % size[axis];
-  e.c = index % channels, e.n = index / channels;
-  return e;
+// The plane (image and channel) that an element is in, and its place there; and back.
+__device__ int64_t plane_of(int64_t index, const int (&size)[3], int (&at)[3]) {
+  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) at[axis] = index % size[axis];
+  return index;
 }
-
-__device__ int64_t offset(const Element& e, int channels, const int (&size)[3]) {
-  return (((e.n * channels + e.c) * size[0] + e.at[0]) * size[1] + e.at[1]) * size[2] + e.at[2];
+__device__ int64_t index_of(int64_t plane, const int (&size)[3], const int (&at)[3]) {
+  return ((plane * size[0] + at[0]) * size[1] + at[1]) * size[2] + at[2];
 }
 
 // The input that an output meets at a tap, if there is one, and the other way round.
@@ -77,18 +70,18 @@ _PASSES: dict[Pass, str] = {
 // A thread computes an output.
 template <typename T>
 __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer l) {
-  const int channels = l.groups * l.cout;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.out);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cout, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.out);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.out);
-    SumOf<T> sum = bias ? SumOf<T>(bias[e.c]) : SumOf<T>(0);
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!input_at(l, e.at, weight.at, at.at)) continue;
-      weight.c = e.c % l.cout;
-      for (int c = 0; c < l.cin; c++) {
-        weight.n = at.c = e.c / l.cout * l.cin + c;
-        sum += SumOf<T>(x[offset(at, l.groups * l.cin, l.in)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.out, p), group = plane / l.cout, o = plane % l.cout;  // of all images
+    SumOf<T> sum = bias ? SumOf<T>(bias[plane % (l.groups * l.cout)]) : SumOf<T>(0);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!input_at(l, p, k, i)) continue;
+      for (int64_t c = 0; c < l.cin; c++) {
+        const T weight = w[((group % l.groups * l.cin + c) * l.cout + o) * taps + tap];
+        sum += SumOf<T>(x[index_of(group * l.cin + c, l.in, i)]) * SumOf<T>(weight);
       }
     }
     y[index] = T(sum);
@@ -99,18 +92,18 @@ __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer
 // A thread computes an input's gradient.
 template <typename T>
 __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
-  const int channels = l.groups * l.cin;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.in);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cin, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.in);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.in);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.in, i), c = plane % (l.groups * l.cin);
     SumOf<T> sum = 0;
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!output_at(l, e.at, weight.at, at.at)) continue;
-      weight.n = e.c;
-      for (weight.c = 0; weight.c < l.cout; weight.c++) {
-        at.c = e.c / l.cin * l.cout + weight.c;
-        sum += SumOf<T>(dy[offset(at, l.groups * l.cout, l.out)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!output_at(l, i, k, p)) continue;
+      for (int64_t o = 0; o < l.cout; o++) {
+        const T grad = dy[index_of(plane / l.cin * l.cout + o, l.out, p)];
+        sum += SumOf<T>(grad) * SumOf<T>(w[(c * l.cout + o) * taps + tap]);
       }
     }
     dx[index] = T(sum);
@@ -122,15 +115,16 @@ __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
 template <typename T>
 __global__ void plain_grad_weight(const T* x, const T* dy, T* dw, Layer l) {
   __shared__ SumOf<T> sums[THREADS];
-  const int64_t weights = int64_t(l.groups) * l.cin * l.cout * volume(l.kernel), pixels = l.batch * volume(l.in);
-  for (int64_t index = blockIdx.x; index < weights; index += gridDim.x) {
-    const Element weight = element(index, l.cout, l.kernel);
+  const int64_t channels = int64_t(l.groups) * l.cin, pixels = l.batch * volume(l.in);
+  for (int64_t index = blockIdx.x; index < channels * l.cout * volume(l.kernel); index += gridDim.x) {
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.kernel, k), c = plane / l.cout, o = plane % l.cout;
     SumOf<T> sum = 0;
     for (int64_t pixel = threadIdx.x; pixel < pixels; pixel += THREADS) {
-      Element from = element(pixel, 1, l.in), to = from;
-      if (!output_at(l, from.at, weight.at, to.at)) continue;
-      from.c = weight.n, to.c = weight.n / l.cin * l.cout + weight.c;
-      sum += SumOf<T>(x[offset(from, l.groups * l.cin, l.in)]) * SumOf<T>(dy[offset(to, l.groups * l.cout, l.out)]);
+      const int64_t n = plane_of(pixel, l.in, i);
+      if (!output_at(l, i, k, p)) continue;
+      const T grad = dy[index_of((n * l.groups + c / l.cin) * l.cout + o, l.out, p)];
+      sum += SumOf<T>(x[index_of(n * channels + c, l.in, i)]) * SumOf<T>(grad);
     }
     sums[threadIdx.x] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {

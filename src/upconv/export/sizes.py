@@ -139,7 +139,7 @@ def _sweep(t: Sweep) -> Sizes:
 def _phases(t: Phases) -> Sizes:
     d, h, w = t.strides
     return Sizes(
-        f"a block's two consumers take tiles of {t.tile_w} places of a row, and all blocks about as many.",
+        f"a block's two consumers take tiles of {t.tile_w} places of a row.",
         {
             "tiles_d": _ceil("result_d", d),
             "tiles_h": _ceil("result_h", h),
@@ -147,7 +147,7 @@ def _phases(t: Phases) -> Sizes:
             "tiles": "batch * tiles_d * tiles_h * tiles_w",
             "pairs": f"ceil(tiles, {CONSUMERS})",
         },
-        "ceil(pairs, ceil(pairs, processors))",
+        "min(pairs, processors)",
         (*_RESULT, *_TILES, "tiles"),
     )
 
