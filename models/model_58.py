@@ -100,22 +100,15 @@ struct Layer {
 template <typename T>
 using SumOf = at::opmath_type<T>;  // float of 16 bits
 
-struct Element {  // image (of a weight: input channel), channel, and place
-  int64_t n;
-  int c, at[3];
-};
-
 __device__ int64_t volume(const int (&size)[3]) { return int64_t(size[0]) * size[1] * size[2]; }
 
-__device__ Element element(int64_t index, int channels, const int (&size)[3]) {
-  Element e;
-  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) e.at[axis] = index % size[axis];
-  e.c = index % channels, e.n = index / channels;
-  return e;
+// The plane (image and channel) that an element is in, and its place there; and back.
+__device__ int64_t plane_of(int64_t index, const int (&size)[3], int (&at)[3]) {
+  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) at[axis] = index % size[axis];
+  return index;
 }
-
-__device__ int64_t offset(const Element& e, int channels, const int (&size)[3]) {
-  return (((e.n * channels + e.c) * size[0] + e.at[0]) * size[1] + e.at[1]) * size[2] + e.at[2];
+__device__ int64_t index_of(int64_t plane, const int (&size)[3], const int (&at)[3]) {
+  return ((plane * size[0] + at[0]) * size[1] + at[1]) * size[2] + at[2];
 }
 
 // The input that an output meets at a tap, if there is one, and the other way round.
@@ -140,18 +133,18 @@ __device__ bool output_at(const Layer& l, const int (&i)[3], const int (&k)[3], 
 // A thread computes an output.
 template <typename T>
 __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer l) {
-  const int channels = l.groups * l.cout;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.out);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cout, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.out);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.out);
-    SumOf<T> sum = bias ? SumOf<T>(bias[e.c]) : SumOf<T>(0);
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!input_at(l, e.at, weight.at, at.at)) continue;
-      weight.c = e.c % l.cout;
-      for (int c = 0; c < l.cin; c++) {
-        weight.n = at.c = e.c / l.cout * l.cin + c;
-        sum += SumOf<T>(x[offset(at, l.groups * l.cin, l.in)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.out, p), group = plane / l.cout, o = plane % l.cout;  // of all images
+    SumOf<T> sum = bias ? SumOf<T>(bias[plane % (l.groups * l.cout)]) : SumOf<T>(0);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!input_at(l, p, k, i)) continue;
+      for (int64_t c = 0; c < l.cin; c++) {
+        const T weight = w[((group % l.groups * l.cin + c) * l.cout + o) * taps + tap];
+        sum += SumOf<T>(x[index_of(group * l.cin + c, l.in, i)]) * SumOf<T>(weight);
       }
     }
     y[index] = T(sum);
@@ -161,18 +154,18 @@ __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer
 // A thread computes an input's gradient.
 template <typename T>
 __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
-  const int channels = l.groups * l.cin;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.in);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cin, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.in);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.in);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.in, i), c = plane % (l.groups * l.cin);
     SumOf<T> sum = 0;
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!output_at(l, e.at, weight.at, at.at)) continue;
-      weight.n = e.c;
-      for (weight.c = 0; weight.c < l.cout; weight.c++) {
-        at.c = e.c / l.cin * l.cout + weight.c;
-        sum += SumOf<T>(dy[offset(at, l.groups * l.cout, l.out)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!output_at(l, i, k, p)) continue;
+      for (int64_t o = 0; o < l.cout; o++) {
+        const T grad = dy[index_of(plane / l.cin * l.cout + o, l.out, p)];
+        sum += SumOf<T>(grad) * SumOf<T>(w[(c * l.cout + o) * taps + tap]);
       }
     }
     dx[index] = T(sum);
@@ -183,15 +176,16 @@ __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
 template <typename T>
 __global__ void plain_grad_weight(const T* x, const T* dy, T* dw, Layer l) {
   __shared__ SumOf<T> sums[THREADS];
-  const int64_t weights = int64_t(l.groups) * l.cin * l.cout * volume(l.kernel), pixels = l.batch * volume(l.in);
-  for (int64_t index = blockIdx.x; index < weights; index += gridDim.x) {
-    const Element weight = element(index, l.cout, l.kernel);
+  const int64_t channels = int64_t(l.groups) * l.cin, pixels = l.batch * volume(l.in);
+  for (int64_t index = blockIdx.x; index < channels * l.cout * volume(l.kernel); index += gridDim.x) {
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.kernel, k), c = plane / l.cout, o = plane % l.cout;
     SumOf<T> sum = 0;
     for (int64_t pixel = threadIdx.x; pixel < pixels; pixel += THREADS) {
-      Element from = element(pixel, 1, l.in), to = from;
-      if (!output_at(l, from.at, weight.at, to.at)) continue;
-      from.c = weight.n, to.c = weight.n / l.cin * l.cout + weight.c;
-      sum += SumOf<T>(x[offset(from, l.groups * l.cin, l.in)]) * SumOf<T>(dy[offset(to, l.groups * l.cout, l.out)]);
+      const int64_t n = plane_of(pixel, l.in, i);
+      if (!output_at(l, i, k, p)) continue;
+      const T grad = dy[index_of((n * l.groups + c / l.cin) * l.cout + o, l.out, p)];
+      sum += SumOf<T>(x[index_of(n * channels + c, l.in, i)]) * SumOf<T>(grad);
     }
     sums[threadIdx.x] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
@@ -489,7 +483,7 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   }
 }
 
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+// Matrix instructions, by a kernel's precision P.
 
 // --- wgmma: one warpgroup, D[64 x N] += A[64 x K] B[K x N] of 32 bytes of K, N = 8 to 256 ---------------------------------
 
@@ -552,7 +546,6 @@ __device__ __forceinline__ int constant_at(int i) {
   return found[i];
 }
 
-// A chunk's pixels in shared memory, who brings them, and what kernels are told: shared by `gather` and `sweep`, whose constants C are.
 
 // Tensor maps of the input.
 template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
@@ -601,7 +594,7 @@ struct Sizes {
   int batch, in_d, in_h, in_w, out_d, out_h, out_w;
   int tiles_d, tiles_h, tiles_w;                       // tiles of q per axis
   int tiles;                                           // all of them, times M-groups
-  u32* counters;                                       // claims.cuh's
+  u32* counters;
   u32 claims;                                          // of blocks that claim tiles: where shared memory has their ring
 };
 
@@ -631,7 +624,6 @@ __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
   store_shared_128(to, hi[0], hi[1], hi[2], hi[3]);
 }
 
-// NCHW: staging slots, in which a chunk's pixels lie as they come from memory, in a way for each `Fetch`.
 
 struct Corner { int at[5]; };                           // of a box in a tensor, innermost first
 struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot, in bytes; the upper 8 bits are its row's phase, see below
@@ -680,8 +672,7 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 
 // A walk over the chunks of a block's tiles.
 
-// A walk over (tile, chunk) in the order in which consumers take them. K has `tile_at`, a tile's chunks, `first_chunk` to `end_chunk`, and SHARES,
-// the blocks that share these.
+// A walk over (tile, chunk) in the order in which consumers take them.
 template <class K, class Order = typename K::Order>
 struct Walk {
   using Sizes = typename K::Sizes;
@@ -838,7 +829,6 @@ struct Producer {
   }
 };
 
-// How `implicit` and `sweep` store: rows of M are pixels of a channels-last result, columns of N its channels.
 
 // Of precision P and COUT channels; a block has COLUMNS. WIDE: lanes store 16 bytes of float32 each.
 template <int P, int COUT, int COLUMNS, bool WIDE>
@@ -1067,7 +1057,6 @@ __device__ __forceinline__ constexpr int channel_at(int k) { return k / 8 * 8 + 
 // channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
 // swizzled as pixels are. A stage of their ring has `w_stage` steps of K, whole taps.
 
-// A kernel K's tiles as `gather` asks for them.
 template <class K>
 struct InOrder {
   using Sizes = typename K::Sizes;
@@ -1109,7 +1098,6 @@ static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
 static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
 
-// As pixels.cuh asks: each consumer has a part of every tile, and behind a chunk the one before is given back.
 static constexpr int PRODUCERS = 2, FILLERS = PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
 static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + BARRIERS_AT); }
 static __device__ __forceinline__ Weights weights_of(u32 memory) { return Weights::at(memory + WEIGHTS_AT, memory + BARRIERS_AT + Ring::BARRIER_BYTES); }
@@ -1150,7 +1138,7 @@ static __device__ __forceinline__ Tile tile_at(int index, const Sizes& s) {
   return t;
 }
 
-// Who brings pixels goes by these (gather_walk.cuh). Of slices that the input has not nothing is loaded.
+// Who brings pixels goes by these. Of slices that the input has not nothing is loaded.
 using Order = InOrder<Sweep>;
 using LoaderOrder = Order;
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
@@ -1399,7 +1387,7 @@ sweep(const char* __restrict__ packed, const typename M::Type* __restrict__ bias
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
 
-// C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
+// Channels are a group's.
 template <class C_>
 struct WgradShape {
 using C = C_;
@@ -1534,9 +1522,8 @@ static __device__ __forceinline__ void clear_left(const char* tensor, const Wgra
 }
 };
 
-// A chunk in the shared memory of wgrad_wgmma.cu, as wgrad_warpgroups.py counts it: how x and g lie, stages, sums, steps of K.
 
-// C: the constants of a tiling (cuda/wgrad/wgrad_warpgroups.py).
+// C: the constants of a tiling.
 template <class C_>
 struct WgradTile : WgradShape<C_> {
 using C = C_;
@@ -1595,8 +1582,6 @@ static __device__ __forceinline__ u32 x_at(int k_step) {
 struct TensorMaps { TensorMap of[1]; };   // of x, and of g
 };
 
-// The warpgroup that brings a chunk's pixels to the shared memory of wgrad_wgmma.cu: one thread asks for boxes; all threads turn x's
-// pixels, or copy rows of g that boxes cannot bring (wgrad.cuh).
 
 // A block's share of the work, and where its ring is.
 template <class T>
@@ -1666,7 +1651,6 @@ static __device__ __forceinline__ void run(const Block& block, int thread) {
 }
 };
 
-// A warpgroup's multiplications in wgrad_wgmma.cu: fragments of g, from registers or by descriptor, by rows of x.
 
 template <class T>
 struct WgradMultiply {

@@ -97,22 +97,15 @@ struct Layer {
 template <typename T>
 using SumOf = at::opmath_type<T>;  // float of 16 bits
 
-struct Element {  // image (of a weight: input channel), channel, and place
-  int64_t n;
-  int c, at[3];
-};
-
 __device__ int64_t volume(const int (&size)[3]) { return int64_t(size[0]) * size[1] * size[2]; }
 
-__device__ Element element(int64_t index, int channels, const int (&size)[3]) {
-  Element e;
-  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) e.at[axis] = index % size[axis];
-  e.c = index % channels, e.n = index / channels;
-  return e;
+// The plane (image and channel) that an element is in, and its place there; and back.
+__device__ int64_t plane_of(int64_t index, const int (&size)[3], int (&at)[3]) {
+  for (int axis = 2; axis >= 0; axis--, index /= size[axis + 1]) at[axis] = index % size[axis];
+  return index;
 }
-
-__device__ int64_t offset(const Element& e, int channels, const int (&size)[3]) {
-  return (((e.n * channels + e.c) * size[0] + e.at[0]) * size[1] + e.at[1]) * size[2] + e.at[2];
+__device__ int64_t index_of(int64_t plane, const int (&size)[3], const int (&at)[3]) {
+  return ((plane * size[0] + at[0]) * size[1] + at[1]) * size[2] + at[2];
 }
 
 // The input that an output meets at a tap, if there is one, and the other way round.
@@ -137,18 +130,18 @@ __device__ bool output_at(const Layer& l, const int (&i)[3], const int (&k)[3], 
 // A thread computes an output.
 template <typename T>
 __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer l) {
-  const int channels = l.groups * l.cout;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.out);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cout, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.out);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.out);
-    SumOf<T> sum = bias ? SumOf<T>(bias[e.c]) : SumOf<T>(0);
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!input_at(l, e.at, weight.at, at.at)) continue;
-      weight.c = e.c % l.cout;
-      for (int c = 0; c < l.cin; c++) {
-        weight.n = at.c = e.c / l.cout * l.cin + c;
-        sum += SumOf<T>(x[offset(at, l.groups * l.cin, l.in)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.out, p), group = plane / l.cout, o = plane % l.cout;  // of all images
+    SumOf<T> sum = bias ? SumOf<T>(bias[plane % (l.groups * l.cout)]) : SumOf<T>(0);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!input_at(l, p, k, i)) continue;
+      for (int64_t c = 0; c < l.cin; c++) {
+        const T weight = w[((group % l.groups * l.cin + c) * l.cout + o) * taps + tap];
+        sum += SumOf<T>(x[index_of(group * l.cin + c, l.in, i)]) * SumOf<T>(weight);
       }
     }
     y[index] = T(sum);
@@ -158,18 +151,18 @@ __global__ void plain_forward(const T* x, const T* w, const T* bias, T* y, Layer
 // A thread computes an input's gradient.
 template <typename T>
 __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
-  const int channels = l.groups * l.cin;
-  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < l.batch * channels * volume(l.in);
+  const int64_t planes = int64_t(l.batch) * l.groups * l.cin, taps = volume(l.kernel);
+  for (int64_t index = int64_t(blockIdx.x) * THREADS + threadIdx.x; index < planes * volume(l.in);
        index += int64_t(gridDim.x) * THREADS) {
-    const Element e = element(index, channels, l.in);
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.in, i), c = plane % (l.groups * l.cin);
     SumOf<T> sum = 0;
-    for (int64_t tap = 0; tap < volume(l.kernel); tap++) {
-      Element at = {e.n}, weight = element(tap, 1, l.kernel);
-      if (!output_at(l, e.at, weight.at, at.at)) continue;
-      weight.n = e.c;
-      for (weight.c = 0; weight.c < l.cout; weight.c++) {
-        at.c = e.c / l.cin * l.cout + weight.c;
-        sum += SumOf<T>(dy[offset(at, l.groups * l.cout, l.out)]) * SumOf<T>(w[offset(weight, l.cout, l.kernel)]);
+    for (int64_t tap = 0; tap < taps; tap++) {
+      plane_of(tap, l.kernel, k);
+      if (!output_at(l, i, k, p)) continue;
+      for (int64_t o = 0; o < l.cout; o++) {
+        const T grad = dy[index_of(plane / l.cin * l.cout + o, l.out, p)];
+        sum += SumOf<T>(grad) * SumOf<T>(w[(c * l.cout + o) * taps + tap]);
       }
     }
     dx[index] = T(sum);
@@ -180,15 +173,16 @@ __global__ void plain_grad_input(const T* dy, const T* w, T* dx, Layer l) {
 template <typename T>
 __global__ void plain_grad_weight(const T* x, const T* dy, T* dw, Layer l) {
   __shared__ SumOf<T> sums[THREADS];
-  const int64_t weights = int64_t(l.groups) * l.cin * l.cout * volume(l.kernel), pixels = l.batch * volume(l.in);
-  for (int64_t index = blockIdx.x; index < weights; index += gridDim.x) {
-    const Element weight = element(index, l.cout, l.kernel);
+  const int64_t channels = int64_t(l.groups) * l.cin, pixels = l.batch * volume(l.in);
+  for (int64_t index = blockIdx.x; index < channels * l.cout * volume(l.kernel); index += gridDim.x) {
+    int p[3], k[3], i[3];
+    const int64_t plane = plane_of(index, l.kernel, k), c = plane / l.cout, o = plane % l.cout;
     SumOf<T> sum = 0;
     for (int64_t pixel = threadIdx.x; pixel < pixels; pixel += THREADS) {
-      Element from = element(pixel, 1, l.in), to = from;
-      if (!output_at(l, from.at, weight.at, to.at)) continue;
-      from.c = weight.n, to.c = weight.n / l.cin * l.cout + weight.c;
-      sum += SumOf<T>(x[offset(from, l.groups * l.cin, l.in)]) * SumOf<T>(dy[offset(to, l.groups * l.cout, l.out)]);
+      const int64_t n = plane_of(pixel, l.in, i);
+      if (!output_at(l, i, k, p)) continue;
+      const T grad = dy[index_of((n * l.groups + c / l.cin) * l.cout + o, l.out, p)];
+      sum += SumOf<T>(x[index_of(n * channels + c, l.in, i)]) * SumOf<T>(grad);
     }
     sums[threadIdx.x] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
@@ -304,7 +298,7 @@ struct Float32 {
 };
 template <> struct NumberOf<IEEE> : Float32 {};
 
-// How the kernels for CUDA cores store and sum numbers, by their precision P (number.cuh): `ScalarOf<P>`.
+// How the kernels for CUDA cores store and sum numbers, by their precision P: `ScalarOf<P>`.
 
 typedef long long i64;
 
@@ -519,7 +513,7 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
 //   forward  out[n, co, o] = bias[co] + sum over ci of the group and taps of in[n, ci, i] * w[ci, co, tap],  o = i * stride + tap * dilation - padding
 //   dX       gi[n, ci, i]  =            sum over co of the group and taps of g[n, co, o] * w[ci, co, tap]
 //
-// A block computes some channels of a tile of cells (direct_tile.cuh), a thread those of `rows` cells. For each chunk of the source's channels and
+// A block computes some channels of a tile of cells, a thread those of `rows` cells. For each chunk of the source's channels and
 // tap along D the tile and the slice's weights come to shared memory. A cell of the forward has outputs of all phases, so every tap is
 // unrolled.
 //
@@ -740,7 +734,7 @@ direct(const typename Direct<C>::T* __restrict__ source, const typename Direct<C
 // Rows of x and g in a chunk follow from tile, taps, step (the stride) and dilation; the sets of taps differ only in where their
 // chunks begin.
 
-// C: the constants of a tiling (cuda/wgrad/wgrad_tiling.py), and which of wgrad_wgmma.cu's ways it takes. Channels are a group's.
+// Channels are a group's.
 template <class C_>
 struct WgradShape {
 using C = C_;
@@ -877,7 +871,7 @@ static __device__ __forceinline__ void clear_left(const char* tensor, const Wgra
 }
 };
 
-// Matrix instructions, by a kernel's precision P (number.cuh). PTX is here and in ptx.cuh, and nowhere else.
+// Matrix instructions, by a kernel's precision P.
 
 // --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
 
@@ -903,7 +897,7 @@ __device__ __forceinline__ void mma_of(float* d, const u32 (&a)[4], u32 b0, u32 
 // different banks. Copies of 16 bytes (cp.async), two stages. NCHW rows of any alignment: the 16-byte units of memory that
 // hold them are copied, and a row then begins (address % 16) bytes into its place.
 //
-// K is split over ranges of chunks and WARPS_K warps; each leaves a record of its sums, which `reduce` adds (wgrad_sums.cuh).
+// K is split over ranges of chunks and WARPS_K warps; each leaves a record of its sums, which `reduce` adds.
 
 template <class C_>
 struct WgradSync {

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
+from upconv.export import comments
 from upconv.export.passes import Kernel
 
 try:
@@ -53,7 +54,7 @@ def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     flags["IEEE"] = any(k.choice.problem.precision == "ieee" for k in found)
     flags["mma.sync"] = "mma.sync.aligned" in text
     text = _TAGGED.sub(lambda one: f"{one[1]}// {one[3]}" if flags.get(one[2]) else "", text)
-    return re.sub(r"^//\n(?!//)", "", text, flags=re.MULTILINE)
+    return comments.fitting(re.sub(r"^//\n(?!//)", "", text, flags=re.MULTILINE))
 
 
 def constants(k: Kernel, found: Sequence[Kernel], templates: str) -> str:
