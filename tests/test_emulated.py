@@ -157,7 +157,7 @@ def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emu
 
 NOTICED = r"are wrong|stored twice|wait for each other|arrivals|left before|outside|misaligned|beyond its integer"
 MOST_TRIES = 40  # choices of a family, among which a fault must show
-FULL = r"barrier_wait\(full \+ (cursor\.)?stage \* 8, (cursor\.)?parity\);"
+FULL = r"memory\.pixels\.wait_full\(cursor\);"
 OF_RING = r"ring\.wait_full\(cursor\);"
 FAULTS = {
     "implicit: no wait for a stage": ("implicit", OF_RING, ""),

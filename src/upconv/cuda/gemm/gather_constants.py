@@ -46,10 +46,8 @@ def constants(t: Tiling, boxed: bool = False, store_unit: int = 0, claimed: bool
     found = pixel_constants(t) | _weight_constants(t) | _step_constants(t) | _store_constants(t, store_unit)
     found |= {"boxed": boxed, "claimed": claimed, "cluster": t.cluster}
     found["shared_bytes"] = t.shared_bytes + (CLAIMS_BYTES if claimed else 0)
-    if t.wgmma:  # both warpgroups of each kind together have a block's 65,536
-        producers = producer_registers(t)
-        found |= {"producer_registers": producers, "consumer_registers": 256 - producers}
-    return found
+    producers = producer_registers(t) if t.wgmma else 0  # both warpgroups of each kind together have a block's 65,536
+    return found | {"producer_registers": producers, "consumer_registers": 256 - producers if producers else 0}
 
 
 def _named(t: Tiling, *names: str) -> Constants:
@@ -119,7 +117,7 @@ def _weight_constants(t: Tiling) -> Constants:
     """M: of output channels and sub-positions, of the consumers that share them, and of weights' way to registers."""
     p = t.problem
     found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
-    found |= _named(t, "resident", "w_stage", "ring_fragments") | _of_axes("out_step", "dhw", t.out_steps)
+    found |= _named(t, "resident", "w_stage") | _of_axes("out_step", "dhw", t.out_steps)
     if t.own_rows:
         found |= _of_axes("origins", "dh", zip(*t.multiplied.origins))
     return found | {

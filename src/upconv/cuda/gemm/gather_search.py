@@ -229,7 +229,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
     """
     fragment_time = fragment_clocks(t)
     chunk_time = t.multiplied.most * t.k_steps * t.parts * fragment_time
-    most = 8 if t.wgs_m == 1 and not scarce else 4
+    most = t.longest_stretch if t.resident else 8 if t.wgs_m == 1 and not scarce else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     if t.parts == 2:
         w_stage = -(-w_stage // 2) * 2  # both parts of a step's weights

@@ -21,7 +21,6 @@ from upconv.problem import Problem
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
-_MAX_OFFSET = 2000  # rows' offsets are packed in 12 bits, signed
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
 _STEPS_OF_ROUND = 5, 16  # at least, where straight code is not too long; at most
@@ -223,7 +222,6 @@ class Tiling(TiledPixels):
         (docs/experiments.md).
         """
         forward = self.problem.pass_ == "fwd"
-        rings = self.w_stage % self.k_steps == 0 and self.weight_span > 32
         return (
             self.tensor_map
             and self.channels_last
@@ -231,7 +229,8 @@ class Tiling(TiledPixels):
             and self.parts == 1
             and (self.subs == 1 or (self.wgs_m == 1 and not forward))
             and (self.cout_g if forward else self.cin_g) % self.vec == 0
-            and (self.resident or rings)
+            and self.w_stage % self.k_steps == 0
+            and (self.resident or self.weight_span > 32)
         )
 
     @property
@@ -262,16 +261,10 @@ class Tiling(TiledPixels):
 
     @property
     def ring_stages(self) -> int:
-        if not self.wgmma:
-            return 0
-        return self.chunks if self.resident else self.stages_w
-
-    @property
-    def ring_fragments(self) -> int:
-        """Fragments of weights that shared memory holds, for each warpgroup along M."""
-        if self.wgmma and self.resident:
-            return self.fragments(self.multiplied.most)
-        return self.ring_stages * self.w_stage
+        """Stages of the ring; of weights that are `resident` all of a tile's."""
+        if not (self.wgmma and self.resident):
+            return self.stages_w if self.wgmma else 0
+        return self.chunks * (self.multiplied.most // self.taps_unrolled) * -(-self.longest_stretch // self.w_stage)
 
     # --- the epilogue's stores ---------------------------------------------------------------------------------------
 
@@ -305,15 +298,15 @@ class Tiling(TiledPixels):
 
     def shared_with(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """`shared_bytes` of the tiling with other stages."""
-        buffers, rings = self._buffer_bytes, self.chunks if self.resident else stages_w
+        buffers, rings = self._buffer_bytes, self.ring_stages if self.resident else stages_w
         before = self._operand_bytes(stages_p, stages_s, stages_w)
-        slot_barriers = 0
-        if self.tensor_map:
-            slot_barriers = stages_p if self.channels_last else stages_s
+        slot_barriers = stages_s
+        if self.channels_last:  # IEEE's boxes have barriers of their own, since they are to be parted
+            slot_barriers = stages_p if self.tensor_map and self.parts == 2 else 0
         if self.drained:
             before, buffers = -(-before // 1024) * 1024, 8 * self.nb * 64 * self.width_subs * 16 * self.element
         barriers = stages_p * self.plane_barriers + (rings if self.wgmma else 0) + slot_barriers
-        return before + buffers + 16 * barriers + 4 * self.segments
+        return before + buffers + 16 * barriers
 
     @of_pixels
     def _buffer_bytes(self) -> int:
@@ -333,7 +326,7 @@ class Tiling(TiledPixels):
 
     def _operand_bytes(self, stages_p: int, stages_s: int, stages_w: int) -> int:
         """Of shared memory those of pixels and weights, ahead of the epilogue's buffers."""
-        fragments = self.fragments(self.multiplied.most) if self.resident else stages_w * self.w_stage
+        fragments = (self.ring_stages if self.resident else stages_w) * self.w_stage
         slots = 0 if self.channels_last else stages_s * self.slot_bytes
         return stages_p * self._stage_bytes + slots + (fragments * self.wgs_m * FRAGMENT if self.wgmma else 0)
 
@@ -372,8 +365,6 @@ class Tiling(TiledPixels):
             yield f"a chunk of {self.chunk} channels is {self.row_bytes} bytes, not 32, 64 or 128"
         if self.mb < 1 or not self.multiplied.most:
             yield "no output has a tap"
-        if self.reach > _MAX_OFFSET:
-            yield f"the taps reach more than {_MAX_OFFSET} rows away"
         if self.parts == 2 and self.split == 1:
             yield "IEEE accumulators leave no room for two blocks"
 
@@ -381,7 +372,7 @@ class Tiling(TiledPixels):
         """Why pixels, weights or results cannot go these ways."""
         if self.wgmma and not self.resident and self.stages_w < 2:
             yield "a step waits for the next stage of the weights' ring before it gives back its own"
-        if self.parts == 2 and self.wgmma and not self.resident and self.w_stage % 2:
+        if self.parts == 2 and self.wgmma and self.w_stage % 2:
             yield f"a stage has both parts of a step's weights, which {self.w_stage} fragments are not"
         if self.shuffle is not None and self.axes[2].out_step > 1:
             yield "the epilogue of phases as rows takes one W sub-position"

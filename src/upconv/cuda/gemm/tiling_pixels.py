@@ -258,13 +258,6 @@ class TiledPixels:
             result.append(first)
         return tuple(result)
 
-    @of_pixels
-    def reach(self) -> int:
-        """The farthest input offset of a row."""
-        return max(
-            max(abs(first), abs(first + (count - 1) * apart)) for firsts, count, apart in self._held for first in firsts
-        )
-
     def band_of(self, axis: int, offset: int) -> int:
         """The band that has an offset's rows."""
         firsts, _, apart = self.bands[axis]

@@ -33,9 +33,6 @@
 #include "gather_store_boxes.cuh"
 #include "gather_cluster.cuh"         // sums of several blocks
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-template <class C> constexpr int SLOTS_BYTES<C, true> = 0;
-
 template <class C_>
 struct Gather {
 using C = C_;
@@ -43,7 +40,6 @@ using G = GatherWork<C>;
 using Sizes = typename G::Sizes;
 using Type = typename G::Number::Type;
 using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
 static constexpr bool BY_PLANES = C::plane_barriers > 1;
@@ -52,38 +48,41 @@ static constexpr bool DRAINED = C::store == STORE_BOXES;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int TILES_AT = 0;
-static constexpr int RING_AT = TILES_AT + C::stages_p * G::STAGE_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::WGS_M * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
+// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+static constexpr int SLOTS = !C::channels_last ? C::stages_s : G::BOX && !G::DIRECT_BOX ? C::stages_p : 0;
+using Pixels = RingOf<C::stages_p, G::STAGE_BYTES, C::plane_barriers>;
+using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
+using Ring = WeightRing<C>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Ring::BYTES;
+static constexpr int SLOTS_END = SLOTS_AT + Slots::BYTES;
 static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : SLOTS_END;  // where boxes' swizzle begins
 static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int PIXEL_BARRIERS = C::stages_p * C::plane_barriers;
-static constexpr int SLOT_BARRIERS = G::BOX ? (C::channels_last ? C::stages_p : C::stages_s) : 0;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (PIXEL_BARRIERS + C::stages_w + SLOT_BARRIERS);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
-static constexpr int SHARED_BYTES = SEGMENTS_AT + G::SEGMENTS * 4;
+static constexpr int CLAIMS_AT = BARRIERS_AT + Pixels::BARRIER_BYTES + Ring::BARRIER_BYTES + Slots::BARRIER_BYTES;
+static_assert(C::shared_bytes == CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0), "the planner's shared memory is not the kernel's");
 
-static_assert(C::shared_bytes == SHARED_BYTES, "the planner's shared memory is not the kernel's");
-static_assert(G::BOX || (C::channels_last ? C::stages_p : C::stages_s) >= 2, "threads that copy pixels have a stage ahead of the one that is read");
-static_assert(!BY_PLANES || (G::DIRECT_BOX && C::strided_box && C::plane_barriers == C::planes),
-              "planes have barriers of their own where boxes bring them");
-static_assert(!C::claimed || (G::BOX && C::cluster == 1), "tiles are claimed by the thread that loads boxes");
-static_assert(!C::claimed || (C::stages_p + C::stages_s) / G::CHUNKS + 4 <= CLAIMS, "the thread that claims runs around the ring");
-static_assert(C::cluster == 1 || !(!G::BOX || C::resident || IN_TURN || C::bare || C::store > STORE_PIXELS),
-              "blocks of a cluster have a tile each, boxes and a ring of weights");
-static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's sums have no room where pixels and weights were");
+struct Memory {
+  Pixels pixels;
+  Ring weights;
+  Slots slots;
+  u32 buffers;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  const u32 of_pixels = a + BARRIERS_AT, of_weights = of_pixels + Pixels::BARRIER_BYTES;
+  return {Pixels::at(a, of_pixels), Ring::at(a + RING_AT, of_weights), Slots::at(a + SLOTS_AT, of_weights + Ring::BARRIER_BYTES), a + BUFFERS_AT};
+}
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, const Memory& memory, int wg, int thread) {
   // By a shuffle ptxas knows that branches over a warp's number do not part it.
   // [bare] But beside the stores of outputs without taps that makes some kernels slower.
   constexpr bool PLAIN = C::bare && (G::ELEMENT == 2 || C::channels_last);
   int warp = PLAIN ? thread >> 5 : __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = C::split == 0 ? wg * G::NB : 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
+  u32 buffer = memory.buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
+  typename Pixels::Cursor cursor = {0, 0};
+  Fragments<C> weights(memory.weights, wg, thread);
   int turn = 0;
   typename G::Order order(s);
   if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
@@ -114,23 +113,17 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::STAGE_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      if constexpr (BY_PLANES) {
-        pixels.full = full + cursor.stage * (C::plane_barriers * 8), pixels.empty = empty + cursor.stage * (C::plane_barriers * 8), pixels.parity = cursor.parity;
-        last = pixels.empty + (C::plane_barriers - 1) * 8;
-      } else {
-        barrier_wait(full + cursor.stage * 8, cursor.parity);
-      }
-      weights.begin_chunk(chunk);
+      Columns<C> pixels(memory.pixels.stage(cursor), first_subtile);
+      if constexpr (BY_PLANES) pixels.full = memory.pixels.full(cursor), pixels.empty = memory.pixels.empty(cursor), pixels.parity = cursor.parity;
+      else memory.pixels.wait_full(cursor);
+      if constexpr (!C::wgmma) weights.begin_chunk(chunk);
       Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      give_back(memory.pixels.empty(cursor) + (C::plane_barriers - 1) * 8, lane);
     }
-    weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     if (EARLY) following = order.next(index, s);
     auto& sums = G::PARTS == 2 ? sum : acc;
-    if constexpr (C::cluster > 1) ClusterSums<C>::add_up(sums, tiles, wg, thread);
+    if constexpr (C::cluster > 1) ClusterSums<C>::add_up(sums, memory.pixels.stages, wg, thread);
     Store::store(sums, bias, y, s, t, t.cout_block * G::WGS_M + (C::split == 1 ? wg : 0), first_subtile, buffer, warp, lane);
   }
 }
@@ -147,66 +140,43 @@ struct Given {
 // The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < PIXEL_BARRIERS; i++) {
-    barrier_init(pixels.full + 8 * i, G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < SLOT_BARRIERS; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
 // All warps but the consumers'.
 template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
+static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const Memory& memory) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  bool alone = (threadIdx.x & 31) == 0;
   if (warp < G::PRODUCER_WARPS) {
-    if constexpr (!G::DIRECT_BOX) Producer<G>::produce(given.x, s, segments, base + TILES_AT, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
-    if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, base + TILES_AT, G::DIRECT_BOX ? barriers.full : barriers.landed, barriers.empty);
-    else if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (C::wgmma && warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    if constexpr (C::boxed) stream_weights<C>(maps.of[MAPS_OF<C>], s, base + RING_AT, full_w, empty_w);
-    else if constexpr (C::wgmma) stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+    if constexpr (!G::DIRECT_BOX) Producer<G>::produce(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+  } else if (G::BOX && warp == G::LOADER_WARP && alone) {
+    if constexpr (G::DIRECT_BOX) load_boxes<G>(maps, s, memory.pixels);
+    else if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, Pixels{memory.pixels.stages, memory.slots.full_at, memory.pixels.empty_at});
+    else if constexpr (G::BOX) load_boxes<G>(maps, s, memory.slots);
+  } else if (C::wgmma && warp == G::WEIGHTS_WARP && alone) {
+    if constexpr (C::boxed) stream_weights<C>(maps.of[MAPS_OF<C>], s, memory.weights);
+    else if constexpr (C::wgmma) stream_weights<C>(given.packed, s, memory.weights);
   }
 }
 
 template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * PIXEL_BARRIERS, full_w = empty + 8 * PIXEL_BARRIERS, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
+static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, u32 base) {
+  const Memory memory = memory_at(base);
   s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    if constexpr (C::claimed) claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < G::SEGMENTS; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < G::FIRST_CONSUMER) {
-    if constexpr (C::wgmma) fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    if constexpr (C::wgmma) more_registers<C::consumer_registers>();
-    int wg = role - G::FIRST_CONSUMER;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    if constexpr (DRAINED) {
-      consume(given.packed, given.bias, maps.of[MAPS_OF<C>], s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
-      if ((thread & 31) == 0) bulk_wait();
-    } else {
-      consume(given.packed, given.bias, given.y, s, base + TILES_AT, full, empty, weights, base + BUFFERS_AT, wg, thread);
-    }
-  }
+  run_block<G::FIRST_CONSUMER, G::CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        memory.pixels.init(G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS, G::RELEASES * 4);
+        memory.weights.init(1, G::RELEASES * 4);
+        memory.slots.init(1, G::PRODUCER_WARPS);
+        if constexpr (C::claimed) claims_init(s.claims);
+      },
+      [&] { bring(given, maps, s, memory); },
+      [&](int wg, int thread) {
+        if constexpr (DRAINED) {
+          consume(given.packed, given.bias, maps.of[MAPS_OF<C>], s, memory, wg, thread);
+          if ((thread & 31) == 0) bulk_wait();
+        } else {
+          consume(given.packed, given.bias, given.y, s, memory, wg, thread);
+        }
+      });
 }
 };
 
@@ -225,7 +195,7 @@ __global__ typename OnlyIf<C, POINTERS>::Kernel __launch_bounds__(PixelTile<C>::
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, shared_address(memory));
 }
 
 // `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null (claims.cuh).
@@ -235,7 +205,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, shared_address(memory));
 }
 
 template <class C>
@@ -244,5 +214,5 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, shared_address(memory));
 }

@@ -24,31 +24,31 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 template <class C> struct BoxesOf<C, true> : PlaneBoxes<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
-template <class K, class Maps>
-__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+// The loader, one thread: ahead of everyone by as many stages of the ring, slots (NCHW) or tiles, as are free.
+template <class K, class Maps, class Ring>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, const Ring& ring) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::channels_last ? C::stages_p : C::stages_s> cursor = {0, 1};  // all are free at first
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8;
+    u32 barrier = ring.full(cursor);
     if constexpr (C::plane_barriers == 1) {
-      barrier_wait(left + cursor.stage * 8, cursor.parity);
+      ring.wait_empty(cursor);
       expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
     }
 #pragma unroll
     for (int r = 0; r < Boxes::BOXES; r++) {
       if constexpr (C::plane_barriers > 1) {
-        barrier = landed + (cursor.stage * C::plane_barriers + r) * 8;
-        barrier_wait(left + (cursor.stage * C::plane_barriers + r) * 8, cursor.parity);
+        barrier = ring.full(cursor) + r * 8;
+        barrier_wait(ring.empty(cursor) + r * 8, cursor.parity);
         expect_bytes(barrier, Boxes::COPIED_BYTES);
       }
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
+      load_box(ring.stage(cursor) + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
     }
   }
   walk.order.end();

@@ -23,12 +23,6 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513.
@@ -38,13 +32,12 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
     wgmma_fence();
     pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
     wgmma_commit();
-    u32 done = weights.in_hand();
+    u32 done = weights.done;
     if (i + 1 < steps) {
       weights.load(a[(i + 1) % C::fragment_sets], i + 1);
       wgmma_wait<1>();
     } else if (C::steps == ROLLED) {
       if (!C::queued) wgmma_wait<0>();
-      weights.end_stretch(steps);
       if (left) weights.load(a[0], 0);
       if (C::queued) wgmma_wait<1>();
     } else {

@@ -3,8 +3,6 @@
 #include "gather_rows.cuh"
 #include "gather_turn.cuh"
 
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
-
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 full, int lane) {
   fence_async_shared();
@@ -20,6 +18,7 @@ __device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int c
   else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
 }
 
+// `Producer<K>::produce` fills `tiles`, from `slots` that are filled by the copy engine or by it.
 template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
 struct Producer;
 
@@ -27,38 +26,35 @@ struct Producer;
 template <class K>
 struct Producer<K, false, false> {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    constexpr int SLOT_BYTES = Slot<C>::BYTES;
+  template <class Tiles, class Slots>
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
     int lane = thread & 31;
     OwnPixels<C> own;
     Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    CursorOf<C::stages_s> slot = {0, 0};
+    typename Tiles::Cursor tile = {0, 1};
+    typename Slots::Cursor slot = {0, 0}, next_slot = {0, 0};
     ahead.begin(s);
-    u32 next_slot = 0;
 #pragma unroll 1
-    for (int i = 0; i < C::stages_s - 1; i++) {
+    for (int i = 0; i < C::stages_s - 1; i++, next_slot.next()) {
       if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
+        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots.stage(next_slot), thread);
         ahead.next(s);
       }
       copy_commit();
     }
-    next_slot = C::stages_s - 1;
 #pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next(), next_slot.next()) {
+      if (now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), thread);
       copy_wait<C::stages_s - 2>();
       named_sync<1, K::PRODUCER_THREADS>();             // everyone's copies have landed, and everyone has left the next slot
       if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
+        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots.stage(next_slot), thread);
         ahead.next(s);
       }
-      if (++next_slot == C::stages_s) next_slot = 0;
       copy_commit();
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
+      tiles.wait_empty(tile);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+      hand_over(tiles.full(tile), lane);
     }
   }
 };
@@ -67,21 +63,22 @@ struct Producer<K, false, false> {
 template <class K>
 struct Producer<K, false, true> {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
+  template <class Tiles, class Slots>
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
     int lane = thread & 31;
     Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
+    typename Tiles::Cursor tile = {0, 1};
     OwnPixels<C> own;
-    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), segments, thread);
-    CursorOf<C::stages_s> slot = {0, 0};
+    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), thread);
+    typename Slots::Cursor slot = {0, 0};
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
-      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
+      if (Slot<C>::EVERY_TILE && now.chunk == K::first_chunk()) own.locate(x, s, K::source_of(now.tile, 0), thread);
+      slots.wait_full(slot);
+      tiles.wait_empty(tile);
+      turn_chunk<C>(own, now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+      hand_over(tiles.full(tile), lane);
+      leave(slots.empty(slot), lane);
     }
   }
 };
@@ -90,10 +87,11 @@ struct Producer<K, false, true> {
 template <class K>
 struct Producer<K, true, false> {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
+  template <class Tiles, class Slots>
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
     int lane = thread & 31;
     Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1}, free = {0, 1};
+    typename Tiles::Cursor tile = {0, 1}, free = {0, 1};
     int pending = 0;
     ahead.begin(s);
 #pragma unroll 1
@@ -101,16 +99,16 @@ struct Producer<K, true, false> {
 #pragma unroll 1
       for (; pending < C::stages_p - 1; pending++) {    // one more at each turn, all but one at the first
         if (ahead.live(s)) {
-          barrier_wait(barriers.empty + free.stage * 8, free.parity);
-          fetch_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), segments, tiles + free.stage * K::STAGE_BYTES, thread);
+          tiles.wait_empty(free);
+          fetch_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), tiles.stage(free), thread);
           ahead.next(s);
           free.next();
         }
         copy_commit();
       }
       copy_wait<C::stages_p - 2>();
-      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
+      round_units<C>(tiles.stage(tile), thread);
+      hand_over(tiles.full(tile), lane);
     }
   }
 };
@@ -119,15 +117,16 @@ struct Producer<K, true, false> {
 template <class K>
 struct Producer<K, true, true> {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__, const typename K::Sizes& s, const int*, u32 tiles, u32, const PixelBarriers& barriers, int thread) {
+  template <class Tiles, class Slots>
+  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
     int lane = thread & 31;
     Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
+    typename Tiles::Cursor tile = {0, 0};
 #pragma unroll 1
     for (now.begin(s); now.live(s); now.next(s), tile.next()) {
-      barrier_wait(barriers.landed + tile.stage * 8, tile.parity ^ 1);
-      round_units<C>(tiles + tile.stage * K::STAGE_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
+      barrier_wait(slots.full(tile), tile.parity);
+      round_units<C>(tiles.stage(tile), thread);
+      hand_over(tiles.full(tile), lane);
     }
   }
 };

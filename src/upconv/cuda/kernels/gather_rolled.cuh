@@ -28,7 +28,7 @@ static __device__ __forceinline__ int shift_of(int begin) {
 template <int STEP>
 static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
   S::step(acc, a, weights, pixels, shift_of<STEP / G::STEPS_PER_TAP>(begin), STEP, G::LONGEST_STRETCH, lane, left);
-  if (BY_PLANES && STEP == 0 && behind) S::give_back(behind, lane);
+  if (BY_PLANES && STEP == 0 && behind) give_back(behind, lane);
 }
 template <int... STEPS>
 static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
@@ -69,7 +69,7 @@ using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
 static constexpr int STEPS = G::LONGEST_STRETCH / 2;              // of two fragments
-static_assert(!C::wgmma || C::resident || C::w_stage % 2 == 0, "a stage has both parts of a step's weights");
+static_assert(!C::wgmma || C::w_stage % 2 == 0, "a stage has both parts of a step's weights");
 
 // The error also grows with the length of a sum. So sums are kept short, and added with rounding.
 static __device__ __forceinline__ void promote(typename S::Sums& acc, typename S::Sums& sum) {
@@ -97,7 +97,7 @@ static __device__ __forceinline__ void multiply_round(typename S::Sums& acc, Wei
     pixels.template multiply<false>(acc, low[i % C::fragment_sets], shift, k_step, 0, lane);
     if constexpr (C::wgmma) {
       wgmma_commit();
-      done = weights.in_hand();
+      done = weights.done;
     }
     if (i + 1 < STEPS) {
       weights.load(high[i + 1], 2 * i + 2);
@@ -105,7 +105,7 @@ static __device__ __forceinline__ void multiply_round(typename S::Sums& acc, Wei
     }
     if constexpr (C::wgmma) {
       if (i + 1 < STEPS) wgmma_wait<1>();
-      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) S::give_back(done, lane);
+      if (!C::resident && (i + 1 == STEPS || (2 * i + 2) % C::w_stage == 0)) give_back(done, lane);
     }
   }
   if constexpr (C::wgmma) wgmma_fence();
@@ -115,7 +115,6 @@ static __device__ __forceinline__ void multiply_round(typename S::Sums& acc, Wei
     wgmma_commit();
     wgmma_wait<0>();
   }
-  weights.end_stretch(G::LONGEST_STRETCH);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums& sum, Weights& weights, const Pixels& pixels, int lane) {

@@ -3,14 +3,15 @@
 
 // Copies pixel rows; what lies outside of the image or past the last channel is zero.
 template <class C>
-__device__ __forceinline__ void fetch_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, const int* segments, u32 tile, int thread) {
+__device__ __forceinline__ void fetch_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 tile, int thread) {
   using T = PixelTile<C>;
   for (int i = thread; i < T::PIXELS * T::UNITS_PER_ROW; i += T::PRODUCER_THREADS) {
-    int unit = i % T::UNITS_PER_ROW, p = i / T::UNITS_PER_ROW, segment = p / T::PITCH, within = p % T::PITCH, n, d, h;
+    int unit = i % T::UNITS_PER_ROW, p = i / T::UNITS_PER_ROW, segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), w = at.w + column;
-    bool ok = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)w < (u32)s.in_w;
+    const typename T::Row row = T::row_of(at, segment);
+    bool ok = row.exists(s) && column < C::columns && (u32)w < (u32)s.in_w;
     int have = at.left - unit * T::VEC;                 // channels from this unit on
-    const char* from = x + (((((long long)n * s.in_d + d) * s.in_h + h) * s.in_w + w) * C::cin + at.channel + unit * T::VEC) * T::ELEMENT;
+    const char* from = x + (((((long long)row.n * s.in_d + row.d) * s.in_h + row.h) * s.in_w + w) * C::cin + at.channel + unit * T::VEC) * T::ELEMENT;
     u32 to = tile + T::unit_at(p, unit);
     if constexpr (C::aligned_channels) {
       int bytes = ok && have > 0 ? (have < T::VEC ? have * T::ELEMENT : 16) : 0;

@@ -44,11 +44,11 @@ using T = PixelTile<C>;
 static constexpr bool EVERY_TILE = true;
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
 static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
-static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
+static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, int segment, int image, int column, u32 plane) {
   u32 from = (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * CopiedRows<C>::UNITS * 16 + column * T::ELEMENT;
-  int n, d, h;
-  bool in = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
-  u32 first = ((u32)n * C::cin + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / T::ELEMENT);
+  const typename T::Row row = T::row_of(at, segment);
+  bool in = row.exists(s) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
+  u32 first = ((u32)row.n * C::cin + at.channel) * plane + ((u32)row.d * s.in_h + row.h) * s.in_w + at.w + (u32)((u64)x / T::ELEMENT);
   return {from | (first & (T::VEC - 1)) << 24, in};
 }
 };
@@ -73,7 +73,7 @@ static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
 }
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, int segment, int image, int column, u32) {
   int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
   if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
   u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * (C::rows_d * C::rows_h)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * T::ELEMENT;
@@ -103,7 +103,7 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
   return {(at.w + lead) & ~(T::VEC - 1), h, at.d + C::first_d, at.channel / C::channel_classes, at.n};
 }
 // In a class with a lead the columns ahead of a row are no zeros but the row's before.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes& s, const typename T::Source&, const int*, int segment, int image, int column, u32) {
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes& s, const typename T::Source&, int segment, int image, int column, u32) {
   constexpr int ROWS = ClassedRows<C>::ROWS;
   int j = segment % C::rows_h, row = segment / C::rows_h % C::rows_d * ROWS + j / C::row_classes;
   u32 from = j % C::row_classes * Of::BOX_BYTES + (image * (C::ck / C::channel_classes) * (C::rows_d * ROWS) + row) * C::box_units * 16 + column * T::ELEMENT;
@@ -138,10 +138,11 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
   return {r * C::box_pixels, 0, 0, at.channel, at.n};
 }
 // The copy engine fills images beyond the batch with zeros; what lies beyond an image's borders is nowhere.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
-  int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]), w = C::first_w + column;
-  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
-  int pixel = inside ? (d * C::image_h + h) * C::image_w + w : 0;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, int segment, int image, int column, u32) {
+  const typename T::Row row = T::row_of(at, segment);
+  int w = C::first_w + column;
+  bool inside = (u32)row.d < C::image_d && (u32)row.h < C::image_h && (u32)w < C::image_w;
+  int pixel = inside ? (row.d * C::image_h + row.h) * C::image_w + w : 0;
   u32 from = ((pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + pixel % C::box_pixels) * T::ELEMENT;
   return {from, inside};
 }
@@ -156,11 +157,11 @@ static constexpr bool EVERY_TILE = true;                // each has rows of its 
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int) { return {0, at.n, at.channel / C::box_channels, 0, 0}; }
 // Column w of all images, then column w + 1. What lies beyond an image's borders is nowhere.
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, const int* segments, int segment, int image, int column, u32) {
-  int d = at.d + T::offset_d(segments[segment]), h = at.h + T::offset_h(segments[segment]);
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, int segment, int image, int column, u32) {
+  const typename T::Row row = T::row_of(at, segment);
   int beside = column % C::beside, w = C::first_w + column / C::beside;
-  bool inside = (u32)d < C::image_d && (u32)h < C::image_h && (u32)w < C::image_w;
-  u32 from = inside ? (beside * C::box_channels * C::box_pixels + (d * C::image_h + h) * C::image_w + w) * T::ELEMENT : 0;
+  bool inside = (u32)row.d < C::image_d && (u32)row.h < C::image_h && (u32)w < C::image_w;
+  u32 from = inside ? (beside * C::box_channels * C::box_pixels + (row.d * C::image_h + row.h) * C::image_w + w) * T::ELEMENT : 0;
   return {from, inside};
 }
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }

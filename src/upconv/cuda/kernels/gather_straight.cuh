@@ -30,7 +30,7 @@ static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets&
     constexpr bool begins = STEP % G::STEPS_PER_TAP == 0 && (STEP == 0 || C::planes_of_entries[entry - (STEP > 0)] != plane);
     if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
     S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (begins && STEP > 0) S::give_back(pixels.empty + (plane - 1) * 8, lane);
+    if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
   } else {
     S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
   }
@@ -40,7 +40,6 @@ static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets&
 template <int VARIANT, int... STEPS>
 static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less

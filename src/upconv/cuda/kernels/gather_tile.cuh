@@ -93,19 +93,13 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
   return {t.n, t.d * C::in_step_d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / (C::rows_h * C::rows_d)) << 24 | (ROW_D<C>[i / C::rows_h % C::rows_d] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
-static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
-
-// The segment's (n, d, h), and whether that row of the input exists.
-static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + offset_d(packed);
-  h = at.h + offset_h(packed);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+// The row of the input that a segment of the tile has, and whether it exists.
+struct Row {
+  int n, d, h;
+  __device__ __forceinline__ bool exists(const Sizes& s) const { return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h; }
+};
+static __device__ __forceinline__ Row row_of(const Source& at, int segment) {
+  return {at.n + segment / (C::rows_h * C::rows_d), at.d + ROW_D<C>[segment / C::rows_h % C::rows_d], at.h + ROW_H<C>[segment % C::rows_h]};
 }
 };
 

@@ -65,7 +65,7 @@ static __device__ __forceinline__ int pixel_row(int i) {
   else return i;
 }
 
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, int thread) {
   plane = Slot<C>::plane_of(s);
   ok = 0;
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     int p = pixel_row(thread + k * T::PRODUCER_THREADS), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / (C::rows_d * C::rows_h);
     if (thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    const SlotPlace place = Slot<C>::place(x, s, at, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
   }

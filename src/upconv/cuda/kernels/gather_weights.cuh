@@ -58,7 +58,7 @@ static constexpr int ENTRY_BYTES = G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT;  /
 static constexpr bool LACKS = lacks_taps<C>();
 static constexpr int SPAN = 128;                        // bytes of a row of channels along M
 static constexpr int BOXES = C::grad_input ? 1 : G::WGS_M * 64 * G::ELEMENT / SPAN;  // of a tap at a sub-position
-static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && (C::resident || C::w_stage % G::K_STEPS == 0), "boxes have whole taps");
+static_assert(G::BOX && G::PARTS == 1 && (C::subs == 1 || (C::grad_input && G::WGS_M == 1)) && C::w_stage % G::K_STEPS == 0, "boxes have whole taps");
 
 struct Source {
   const TensorMap& map;
@@ -128,60 +128,50 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) {
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
+template <class C>
+using WeightRing = RingOf<C::stages_w, C::w_stage * GatherWork<C>::WGS_M * GatherWork<C>::FRAGMENT>;
+
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
 // Every tile's weights stream through.
-// [resident] A chunk is a stage, one behind the other, loaded once.
+// [resident] The ring has all stages of a tile, which are filled once and stay.
 template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, const WeightRing<C>& ring) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::WGS_M * G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
-    const typename G::Tile t = G::tile_at(blockIdx.x, s);
+  typename G::AloneOrder order(s);
+  typename WeightRing<C>::Cursor cursor = {0, 1};
+#pragma unroll 1
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    const typename G::Tile t = G::tile_at(index, s);
     typename W::Source from = W::source_of(memory, t);
-    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
-    if (bytes == 0) return;
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
+    for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
       W::begin_chunk(from, t, chunk);
-      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
-    }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
 #pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
+      for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
-      for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
-#pragma unroll 1
-        for (int i = G::stretches_of(t.variant); i > 0; i--) {
-#pragma unroll 1
-          for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
-            u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-          }
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * (G::WGS_M * G::FRAGMENT);
+          ring.wait_empty(cursor);
+          W::bring(ring.stage(cursor), from, bytes, ring.full(cursor));
         }
       }
     }
+    if (C::resident) return;
   }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
-// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
-template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
+// Both ways have `begin` (a tile), `load` (fragment i of a stretch) and `skip` (a tile).
+template <class C, bool RING = C::wgmma>
 struct Fragments {                                      // before sm_90: straight from memory
 using G = GatherWork<C>;
 int part;                                               // this thread's of a fragment
 const char *first, *from;                               // of the tile, and the next
 
-__device__ __forceinline__ Fragments(u32, u32, u32, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
+__device__ __forceinline__ Fragments(const WeightRing<C>&, int wg, int thread) : part((C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16) {}
 __device__ __forceinline__ void begin(const char* packed, const typename G::Tile& t) { first = fragments_of<C>(packed, t, 0) + part; }
 __device__ __forceinline__ void begin_chunk(int chunk) { from = first + (long long)chunk * (G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * G::FRAGMENT); }
 __device__ __forceinline__ void load(u32 (&a)[4], int) {
@@ -189,58 +179,33 @@ __device__ __forceinline__ void load(u32 (&a)[4], int) {
   a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
   from += G::WGS_M * G::FRAGMENT;
 }
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int) {}
 };
 
 template <class C>
-struct Fragments<C, true, true> {                       // resident
+struct Fragments<C, true> {                             // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
-u32 ring, full;                                         // this thread's part of its first fragment; barriers
-u32 at;                                                 // of the stretch's first fragment
-bool first;                                             // the first tile waits for the weights
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
-__device__ __forceinline__ void begin_chunk(int chunk) {
-  if (first) barrier_wait(full + chunk * 8, 0);
-}
-__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
-__device__ __forceinline__ void end_stretch(int steps) { at += steps * (G::WGS_M * G::FRAGMENT); }
-__device__ __forceinline__ void end() { first = false; }
-__device__ __forceinline__ void skip(int) {}
-// The barrier of the stage in hand.
-__device__ __forceinline__ u32 in_hand() const { return 0; }
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
+WeightRing<C> ring;
+u32 part;                                               // this thread's of a stage
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
+u32 at;                                                 // its part of the stage in hand
+u32 done;                                               // the barrier that says that this is free
 
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
+__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {
+  if (C::resident) cursor = {0, 0};
+}
 // A stage is waited for with its first fragment.
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::WGS_M * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
+    ring.wait_full(cursor);
+    at = ring.stage(cursor) + part, done = ring.empty(cursor);
     cursor.next();
   }
   W::load(a, at, i % C::w_stage);
 }
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
-  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
+  if (!C::resident) cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
-__device__ __forceinline__ u32 in_hand() const { return done; }
 };

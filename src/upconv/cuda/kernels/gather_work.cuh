@@ -4,8 +4,8 @@
 template <class C> __constant__ const auto TAP_ROW = table_of<int>(C::tap_rows);  // [variant, block, tap]: the tap's shift in pixel rows
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
-template <class C> __constant__ const auto ORIGIN_D = table_of<short>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
-template <class C> __constant__ const auto ORIGIN_H = table_of<short>(C::origins_h);
+template <class C> __constant__ const auto ORIGIN_D = table_of<int>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
+template <class C> __constant__ const auto ORIGIN_H = table_of<int>(C::origins_h);
 
 // A stretch is a piece of code without a loop: matrix instructions are queued from its beginning to its end. Few steps: all blocks of a chunk are
 // one stretch. More: C::taps_unrolled taps of a block are one, a round.

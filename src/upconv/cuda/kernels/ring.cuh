@@ -17,24 +17,24 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
-template <int STAGES, int STAGE_BYTES>
+template <int STAGES, int STAGE_BYTES, int PARTS = 1>  // of a stage, with barriers of their own; a stage's are the first's
 struct RingOf {
   using Cursor = CursorOf<STAGES>;
-  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * PARTS * 16;
   u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
 
-  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES * PARTS}; }
 
   // One thread; of so many arrivals each.
   __device__ __forceinline__ void init(int full, int empty) const {
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < STAGES * PARTS; i++) {
       barrier_init(full_at + 8 * i, full);
       barrier_init(empty_at + 8 * i, empty);
     }
   }
   __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
-  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
-  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * (PARTS * 8); }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * (PARTS * 8); }
   __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
   __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
 };
@@ -64,11 +64,11 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   __syncthreads();
   int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
     wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
   }
 }

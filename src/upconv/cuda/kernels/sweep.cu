@@ -342,11 +342,10 @@ static __device__ __forceinline__ void produce(const Work<Sweep>& work) {
   const Ring pixels = ring_of(work.memory, 0);
   const Slots slots = slots_of(work.memory);
   if (!C::channels_last && warp < PRODUCER_WARPS) {
-    const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
-    if constexpr (!C::channels_last) Producer<Sweep>::produce(nullptr, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+    if constexpr (!C::channels_last) Producer<Sweep>::produce(nullptr, s, pixels, slots, threadIdx.x);
   } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
-    if constexpr (C::channels_last) load_boxes<Sweep>(work.maps, s, pixels.stages, pixels.full_at, pixels.empty_at);
-    else load_boxes<Sweep>(work.maps, s, slots.stages, slots.full_at, slots.empty_at);
+    if constexpr (C::channels_last) load_boxes<Sweep>(work.maps, s, pixels);
+    else load_boxes<Sweep>(work.maps, s, slots);
   } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
     stream_weights(work.packed, s, weights_of(work.memory));
   }
