@@ -26,7 +26,6 @@ _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
 _PROMISING = 8  # tilings with clusters that are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
-_SHORT_ROWS = 64  # bytes, up to which threads may copy rows that begin anywhere better than boxes
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 _MAX_WHOLE = 1024  # pixels
 _NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
@@ -90,17 +89,12 @@ class Group:
 
     @derived
     def tilings(self) -> tuple[Tiling, ...]:
-        """Those that fit: of chunks, of who brings pixels, and of when these are waited for."""
-        t, classes = self.widest, self.kind.classes
+        """Those that fit: of chunks, and of when their pixels are waited for."""
+        t = self.widest
         far = t.problem.pass_ != "fwd" and max(t.problem.stride) > 1  # taps step over the source
         by_planes = (False, True) if far and t.wgmma and t.channels_last and t.parts == 1 else (False,)
-        # Threads copy rows that begin anywhere, too.
-        brought = (classes,) if t.channels_last or classes in (None, (1, 1)) else (classes, None)
-        found = []
-        for chunk in chunk_sizes(t.problem):
-            base = varied(t, chunk=chunk)
-            for of, planewise in product(brought, by_planes):
-                found.append(_fitting(varied(base, classes=of, planewise=planewise), self.kind, self.gpu))
+        every = product(chunk_sizes(t.problem), by_planes)
+        found = (_fitting(varied(t, chunk=chunk, planewise=planewise), self.gpu) for chunk, planewise in every)
         return tuple(one for one in found if one is not None)
 
 
@@ -163,15 +157,13 @@ def _of_taps(taps: Tiling, kind: Kind, result: Triple) -> Iterator[Tiling]:
                 yield found
 
 
-def _fitting(base: Tiling, kind: Kind, gpu: Gpu) -> Tiling | None:
+def _fitting(base: Tiling, gpu: Gpu) -> Tiling | None:
     """A tiling that fits, with weights that stay in shared memory wherever all have room."""
-    if base.classes is None and kind.classes is not None and base.staging_units * 16 > _SHORT_ROWS:
-        return None
     stays = len(base.multiplied.distinct) == 1 or base.m_groups == 1
     room = not base.wgmma or base.fragments(base.multiplied.most) * base.wgs_m * FRAGMENT < gpu.shared_bytes
     t = _fitted(varied(base, resident=True), gpu) if stays and room else None
     t = t or _fitted(base, gpu)
-    if t is None and not kind.drained and not base.channels_last:
+    if t is None and not base.drained and not base.channels_last:
         t = _fitted(base, gpu, scarce=True)
     return t
 
