@@ -13,15 +13,10 @@ from itertools import accumulate
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
+from upconv.cuda.gemm.tiling_pixels import Fetch
 
 Constants = dict[str, int | tuple[int, ...]]
 """By names in lower case; booleans, integers, or arrays of some."""
-
-
-class Fetch(IntEnum):
-    """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
-
-    BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
 
 
 class Steps(IntEnum):
@@ -81,23 +76,16 @@ def pixel_constants(t: Tiling) -> Constants:
     )
 
 
-def fetch_of(t: Tiling) -> Fetch:
-    """How a tiling's pixels come."""
-    if not t.tensor_map:
-        return Fetch.BY_THREADS
-    if t.whole is not None:
-        return Fetch.IMAGES_BESIDE if t.beside else Fetch.WHOLE_IMAGES
-    return Fetch.BY_CLASSES if t.classed else Fetch.BY_BOXES
-
-
 def _fetch_constants(t: Tiling) -> Constants:
     """Of the way in which pixels come."""
-    fetch = fetch_of(t)
-    found: Constants = {"fetch": fetch}
-    if fetch == Fetch.BY_THREADS:
-        return found | ({"aligned_channels": t.aligned_channels} if t.channels_last else {})
+    found = _named(t, "fetch")
+    if not t.channels_last:
+        found |= _named(t, "slot_boxes", "slot_channel", "slot_copied")
+        found |= {} if t.whole else _named(t, "slot_units")
+    if t.fetch == Fetch.BY_THREADS:
+        return found | (_named(t, "aligned_channels") if t.channels_last else {})
     if t.whole is not None:
-        found |= _of_axes("image", "dhw", t.whole) | {"box_pixels": t.box_pixels}
+        found |= _of_axes("image", "dhw", t.whole) | _named(t, "box_pixels")
         if not t.beside:
             return found
         found |= {"beside_columns": t.image_columns, "beside_w": t.image_width}
@@ -105,8 +93,7 @@ def _fetch_constants(t: Tiling) -> Constants:
     found |= _of_axes("first", "dh", (rows[0] for rows in t.rows))
     if t.channels_last:
         return found | {"planes_d": tuple(d for d, _, _ in t.planes), "planes_h": tuple(h for _, h, _ in t.planes)}
-    found["box_units"] = t.box[0] // t.vec
-    if fetch == Fetch.BY_BOXES:
+    if t.fetch == Fetch.BY_BOXES:
         return found | {"column_pad": t.first_w % t.vec}
     assert t.classes is not None
     found |= _named(t, "row_classes", "channel_classes")

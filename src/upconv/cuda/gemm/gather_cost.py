@@ -124,12 +124,9 @@ def _arriving(t: Tiling) -> tuple[float, int, int]:
         return t.pixels * max(1.0, t.row_bytes / _LINE), t.plane_count, t.pixels * t.row_bytes
     if t.beside:
         rows = t.beside * t.chunk // t.box_channels
-        return rows * -(-t.box[0] * t.element // _LINE), 1, t.slot_bytes
-    if t.whole is not None:
-        boxes = t.whole_pixels // t.box_pixels
-        return t.images * t.chunk * -(-t.whole_pixels * t.element // _LINE), boxes, t.slot_bytes
-    boxes = t.row_classes * t.channel_classes if t.classed else t.row_boxes
-    return t.chunk * t.segments * -(-t.staging_units * 16 // _LINE), boxes, t.slot_bytes
+    else:
+        rows = t.chunk * (t.images if t.whole is not None else t.segments)
+    return rows * -(-t.slot_bytes // rows // _LINE), t.slot_boxes, t.slot_bytes
 
 
 def _turned(t: Tiling, arriving: int) -> tuple[float, float]:

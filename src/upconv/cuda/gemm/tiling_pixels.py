@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import product
 
 from upconv.cuda.axes import Axis, Division, Multiplied, gather_axes, multiplied, result_shape, source_shape
@@ -23,6 +24,12 @@ _MAX_PLANES = 32
 of_taps = derived_from("problem", "unroll", "subs", "w_subs", "classes")
 _of_columns = derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile", "whole", "beside")
 of_pixels = derived_without("stages_p", "stages_s", "stages_w", "w_stage", "resident", "drained", "cluster")
+
+
+class Fetch(IntEnum):
+    """How pixels come: `Fetch` of kernels/gather_tile.cuh."""
+
+    BY_THREADS, BY_BOXES, BY_CLASSES, WHOLE_IMAGES, IMAGES_BESIDE = range(5)
 
 
 @dataclass(frozen=True)
@@ -347,13 +354,8 @@ class TiledPixels:
         return self.plane_count if self.planewise else 1
 
     @of_pixels
-    def staging_units(self) -> int:
-        if self.tensor_map and self.whole is None and not self.classed:
-            return self.row_boxes * self.box[0] // self.vec
-        return self._units_at_any_alignment
-
-    @of_pixels
     def _units_at_any_alignment(self) -> int:
+        """Of a row of the tile, wherever it begins."""
         return (self.columns + 2 * self.vec - 2) // self.vec
 
     @of_pixels
@@ -474,13 +476,44 @@ class TiledPixels:
         """Channels of images side by side that a box's row has: as many as fill units of 16 bytes."""
         return self.vec // math.gcd(self.whole_pixels, self.vec)
 
+    # --- a staging slot: a chunk as it comes from memory (NCHW) ------------------------------------------------------
+
+    @of_pixels
+    def fetch(self) -> Fetch:
+        if not self.tensor_map:
+            return Fetch.BY_THREADS
+        if self.whole is not None:
+            return Fetch.IMAGES_BESIDE if self.beside else Fetch.WHOLE_IMAGES
+        return Fetch.BY_CLASSES if self.classed else Fetch.BY_BOXES
+
+    @of_pixels
+    def slot_boxes(self) -> int:
+        """Boxes of a slot; what threads copy is one."""
+        if self.fetch == Fetch.BY_THREADS:
+            return 1
+        if self.whole is not None:
+            return self.whole_pixels // self.box_pixels
+        return self.row_classes * self.channel_classes * self.row_boxes
+
+    @of_pixels
+    def slot_units(self) -> int:
+        """Units of 16 bytes of a row of a box."""
+        return self._units_at_any_alignment if self.fetch == Fetch.BY_THREADS else self.box[0] // self.vec
+
+    @of_pixels
+    def slot_channel(self) -> int:
+        """Bytes from a channel of a box to the next."""
+        if self.whole is not None:
+            return (self.beside or 1) * self.box_pixels * self.element
+        rows_d, rows_h = self.row_counts
+        return rows_d * (self.class_rows if self.fetch == Fetch.BY_CLASSES else rows_h) * self.slot_units * 16
+
+    @of_pixels
+    def slot_copied(self) -> int:
+        """Bytes of a box."""
+        channels = self.chunk // (self.channel_classes if self.fetch == Fetch.BY_CLASSES else 1)
+        return self.tile[0] * channels * self.slot_channel
+
     @of_pixels
     def slot_bytes(self) -> int:
-        """Bytes of a staging slot: a chunk as it comes from memory (NCHW)."""
-        if self.whole is not None:
-            return self.images * self.chunk * self.whole_pixels * self.element
-        if self.tensor_map and self.classed:
-            rows = self.tile[0] * (self.chunk // self.channel_classes) * self.bands[0][1] * self.class_rows
-            box = -(-rows * self.staging_units * 16 // 128) * 128
-            return self.row_classes * self.channel_classes * box
-        return self.chunk * self.segments * self.staging_units * 16
+        return self.slot_boxes * (-(-self.slot_copied // 128) * 128)

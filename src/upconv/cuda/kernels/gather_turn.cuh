@@ -6,7 +6,7 @@
 template <class C>
 __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 slot, int thread) {
   using T = PixelTile<C>;
-  constexpr int UNITS = CopiedRows<C>::UNITS, CHANNEL_BYTES = Slot<C>::CHANNEL_BYTES;
+  constexpr int UNITS = C::slot_units;
   long long slice = (long long)s.in_h * s.in_w * T::ELEMENT, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * C::cin + at.channel) * plane + (long long)at.w * T::ELEMENT;
   // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
@@ -21,7 +21,7 @@ __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typ
     if (C::cin_g % C::ck == 0 || c < at.left) {
       const char* place = corner + c * plane + unit * 16;
       int column = at.w + unit * T::VEC;                // of the unit's first element, were the row aligned
-      u32 to = slot + c * CHANNEL_BYTES + unit * 16;
+      u32 to = slot + c * C::slot_channel + unit * 16;
 #pragma unroll 1
       for (int r = BY_SLICE > 1 ? share : 0; r < SLICES; r += BY_SLICE) {
         int image = r / C::rows_d, d = at.d + ROW_D<C>[r % C::rows_d];
@@ -33,7 +33,7 @@ __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typ
           u64 p = multiply_add_wide(h, s.in_w * T::ELEMENT, (u64)line);
           int first = column - (int)(p & 15) / T::ELEMENT;
           if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
-            copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
+            copy16(to + image * (C::ck - 1) * C::slot_channel + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
         }
       }
     }
