@@ -86,10 +86,8 @@ def _fetch_constants(t: Tiling) -> Constants:
         return found | (_named(t, "aligned_channels") if t.channels_last else {})
     if t.whole is not None:
         found |= _of_axes("image", "dhw", t.whole) | _named(t, "box_pixels")
-        if not t.beside:
-            return found
-        found |= {"beside_columns": t.image_columns, "beside_w": t.image_width}
-        return found | _named(t, "beside", "box_channels")
+        found |= {"beside": t.beside or 1, "box_channels": t.box_channels if t.beside else 1}
+        return found | ({"beside_columns": t.image_columns, "beside_w": t.image_width} if t.beside else {})
     found |= _of_axes("first", "dh", (rows[0] for rows in t.rows))
     if t.channels_last:
         return found | {"planes_d": tuple(d for d, _, _ in t.planes), "planes_h": tuple(h for _, h, _ in t.planes)}
@@ -102,15 +100,15 @@ def _fetch_constants(t: Tiling) -> Constants:
 
 def _weight_constants(t: Tiling) -> Constants:
     """M: of output channels and sub-positions, of the consumers that share them, and of weights' way to registers."""
-    p = t.problem
+    p, layer = t.problem, t.problem if t.shuffle is None else t.shuffle.layer
     found = _named(t, "cout_g", "split", "wide", "mb", "subs", "rows_per_sub", "cout_blocks", "m_groups")
     found |= _named(t, "resident", "w_stage") | _of_axes("out_step", "dhw", t.out_steps)
     if t.own_rows:
         found |= _of_axes("origins", "dh", zip(*t.multiplied.origins))
     return found | {
         "grad_input": p.pass_ != "fwd",
-        "cout": result_shape(p if t.shuffle is None else t.shuffle.layer)[1],
-        "taps": p.taps,
+        "cout": result_shape(layer)[1],
+        "taps": layer.taps,
         "sub_h": t.sub[0],
         "sub_w": t.sub[1],
         "w_subs": t.width_subs,

@@ -94,7 +94,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int chunks = G::end_chunk(t.variant) - G::first_chunk();
     if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(t.variant);
+      if constexpr (C::wgmma && !C::resident) weights.skip(t.variant);
       continue;
     }
     float acc[G::MB][G::NB][32], sum[G::MB][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -109,7 +109,8 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           if (G::PARTS == 2) sum[b][nb][i] = 0.f;
         }
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
+    if constexpr (!C::wgmma) weights.begin(packed, t);
+    else if constexpr (C::resident) weights.begin();
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
@@ -146,7 +147,8 @@ static __device__ __forceinline__ void bring(const Given& given, const Maps& map
   int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   bool alone = (threadIdx.x & 31) == 0;
   if (warp < G::PRODUCER_WARPS) {
-    if constexpr (!G::DIRECT_BOX) Producer<G>::produce(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+    if constexpr (!C::channels_last) turn_slots<G>(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+    else if constexpr (!G::DIRECT_BOX) round_tiles<G>(given.x, s, memory.pixels, memory.slots, threadIdx.x);
   } else if (G::BOX && warp == G::LOADER_WARP && alone) {
     if constexpr (G::DIRECT_BOX) load_boxes<G>(maps, s, memory.pixels);
     else if constexpr (G::BOX && C::channels_last) load_boxes<G>(maps, s, Pixels{memory.pixels.stages, memory.slots.full_at, memory.pixels.empty_at});

@@ -4,10 +4,6 @@
 #include "gather_weights.cuh"
 #include "shuffle.cuh"
 
-// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
-template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
-template <class C> struct ShuffledTaps<C, true> { static constexpr int COUNT = Shuffle<C>::LAYER_TAPS; };
-
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
 
@@ -19,7 +15,7 @@ using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / G::ELEMENT;  // channels of a unit, and of a step
 static constexpr bool SHUFFLED = C::store == STORE_PHASES;
 static constexpr int SECOND = SHUFFLED ? C::cout : C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
+static constexpr int TAPS_IN_ALL = C::taps;
 static constexpr int PACK_UNITS = C::m_groups / C::variants * G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * G::WGS_M * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.

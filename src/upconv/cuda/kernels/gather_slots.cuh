@@ -93,7 +93,8 @@ static __device__ __forceinline__ int channels_ahead(int, int c) { return c % C:
 static __device__ __forceinline__ constexpr bool aligned(u32) { return C::channel_classes == 1; }
 };
 
-// Small images, [box][image][channel][pixel]; side by side, [set of C::box_channels][image][channel of the set][pixel].
+// Small images, [box][image][channel][pixel]; side by side, [set of C::box_channels][image][channel of the set][pixel]. (C::beside and
+// C::box_channels are 1 of others.)
 template <class C>
 struct SlotOfImages : SlotOf<C> {
 using T = PixelTile<C>;
@@ -107,16 +108,15 @@ static __device__ __forceinline__ Corner corner(const typename T::Source& at, co
 // images, then column w + 1.
 static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source& at, int segment, int image, int column, u32) {
   const typename T::Row row = T::row_of(at, segment);
-  int w = C::first_w + (BESIDE ? column / C::beside : column);
+  int w = C::first_w + column / C::beside;
   bool inside = (u32)row.d < C::image_d && (u32)row.h < C::image_h && (u32)w < C::image_w;
   int pixel = inside ? (row.d * C::image_h + row.h) * C::image_w + w : 0;
-  if constexpr (BESIDE) return {(u32)(inside ? column % C::beside * C::box_channels * C::box_pixels + pixel : 0) * T::ELEMENT, inside};
-  else return {(u32)((pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + pixel % C::box_pixels) * T::ELEMENT, inside};
+  int from = (pixel / C::box_pixels * C::tile_n + image) * C::ck * C::box_pixels + column % C::beside * C::box_channels * C::box_pixels + pixel % C::box_pixels;
+  return {(u32)from * T::ELEMENT, inside};
 }
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
 static __device__ __forceinline__ constexpr int channel_at(int c) {
-  if constexpr (BESIDE) return c / C::box_channels * C::box_channels * C::slot_channel + c % C::box_channels * C::box_pixels * T::ELEMENT;
-  else return c * C::slot_channel;
+  return c / C::box_channels * C::box_channels * C::slot_channel + c % C::box_channels * C::box_pixels * T::ELEMENT;
 }
 };
 template <class C> struct Slot<C, WHOLE_IMAGES> : SlotOfImages<C> {};

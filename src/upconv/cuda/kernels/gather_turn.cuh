@@ -78,27 +78,27 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     ok |= (u32)place.exists << k;
   }
 }
-};
 
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
+// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+template <bool ALIGNED>
+__device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const u32 exist = Slot<C>::existing(ok, w);
+  const int channel = chunk * C::ck;
 #pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * T::PRODUCER_THREADS);
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * T::PRODUCER_THREADS);
     if (T::PIXELS % T::PRODUCER_THREADS && thread + k * T::PRODUCER_THREADS >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
+    u32 phase = from[k] >> 24, first = slot + (from[k] & 0xffffff) + (ALIGNED ? phase * T::ELEMENT : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok && (C::cin_g % C::ck == 0 || c < left);
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * T::ELEMENT;
+        bool have = exist >> k & 1 && (C::cin_g % C::ck == 0 || channel + c < C::cin_g);
+        u32 a = first + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * T::ELEMENT;
         if constexpr (T::ELEMENT == 4) v[e] = have ? load_shared_u32(a) : 0;
         else v[e] = have ? load_shared_u16(a) : 0;
       }
@@ -107,3 +107,4 @@ __device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int cha
     }
   }
 }
+};

@@ -15,23 +15,18 @@ struct Walk {
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
     chunk = K::first_chunk();
-    if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
-    else settle(s);
+    settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) return index < s.tiles && chunk < K::end_chunk(tile, s);
-    else return index < s.tiles;
-  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = K::tile_at(index, s);
       if (chunk < K::end_chunk(tile, s)) return;
       index = order.next(index, s);
-      chunk = 0;
+      chunk = K::first_chunk();
     }
   }
   __device__ __forceinline__ void next(const Sizes& s) {
-    if constexpr (K::SHARES > 1) chunk++;
-    else if (++chunk >= K::CHUNKS) settle(s);
+    if (++chunk >= (K::SHARES > 1 ? K::end_chunk(tile, s) : K::CHUNKS)) settle(s);
   }
 };

@@ -28,7 +28,7 @@ __device__ __forceinline__ const char* fragments_of(const char* packed, const ty
 
 // --- the ring's stages, by the way that weights come ------------------------------------------------------------------
 
-// A thread's `Source` of a tile's weights is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
+// A thread's `Source`, a chunk's weights, is brought to the ring in pieces, by `bring`. A consumer's thread has `part_of` a piece's first fragment, and
 // loads fragment i of those that begin there.
 template <class C, int = WEIGHTS_OF<C>>
 struct WeightsOf;
@@ -37,14 +37,13 @@ template <class C>
 struct WeightsOf<C, PACKED> {
 using G = GatherWork<C>;
 using Memory = const char*;
-struct Source { const char *packed, *at; };
+using Source = const char*;
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t, int chunk) { return fragments_of<C>(packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return (C::split == 1 ? wg * G::FRAGMENT : 0) + thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * (G::WGS_M * G::FRAGMENT)); }
@@ -64,12 +63,9 @@ struct Source {
   const TensorMap& map;
   int row, channel, entry;
 };
-static __device__ __forceinline__ Source source_of(const TensorMap& map, const typename G::Tile& t) {
-  return {map, (C::grad_input ? t.group * C::cout_g : 0) + t.cout_block * (G::WGS_M * C::rows_per_sub), 0, 0};
-}
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) {
-  from.channel = (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck;
-  from.entry = G::first_entry(t.variant);
+static __device__ __forceinline__ Source source_of(const TensorMap& map, const typename G::Tile& t, int chunk) {
+  const int row = (C::grad_input ? t.group * C::cout_g : 0) + t.cout_block * (G::WGS_M * C::rows_per_sub);
+  return {map, row, (C::grad_input ? 0 : t.group * C::cin_g) + chunk * C::ck, G::first_entry(t.variant)};
 }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
@@ -144,10 +140,9 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
     const typename G::Tile t = G::tile_at(index, s);
-    typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
     for (int chunk = G::first_chunk(); chunk < G::end_chunk(t.variant); chunk++) {
-      W::begin_chunk(from, t, chunk);
+      typename W::Source from = W::source_of(memory, t, chunk);
 #pragma unroll 1
       for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
@@ -164,7 +159,7 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
-// Both ways have `begin` (a tile), `load` (fragment i of a stretch) and `skip` (a tile).
+// `load` brings fragment i of a stretch.
 template <class C, bool RING = C::wgmma>
 struct Fragments {                                      // before sm_90: straight from memory
 using G = GatherWork<C>;
@@ -179,7 +174,6 @@ __device__ __forceinline__ void load(u32 (&a)[4], int) {
   a[0] = v.x; a[1] = v.y; a[2] = v.z; a[3] = v.w;
   from += G::WGS_M * G::FRAGMENT;
 }
-__device__ __forceinline__ void skip(int) {}
 };
 
 template <class C>
@@ -193,9 +187,7 @@ u32 at;                                                 // its part of the stage
 u32 done;                                               // the barrier that says that this is free
 
 __device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {
-  if (C::resident) cursor = {0, 0};
-}
+__device__ __forceinline__ void begin() { cursor = {0, 0}; }  // a tile, whose stages stay
 // A stage is waited for with its first fragment.
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
@@ -206,6 +198,6 @@ __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   W::load(a, at, i % C::w_stage);
 }
 __device__ __forceinline__ void skip(int variant) {
-  if (!C::resident) cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
+  cursor.move(G::chunks_of(variant) * G::stretches_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
 };

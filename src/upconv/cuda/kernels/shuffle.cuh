@@ -10,7 +10,6 @@ template <class C>
 struct Shuffle {
 static constexpr int TAPS_H = (C::zeros_h + C::layer_kernel_h + C::layer_stride_h - 1) / C::layer_stride_h;  // of a phase
 static constexpr int TAPS_W = (C::zeros_w + C::layer_kernel_w + C::layer_stride_w - 1) / C::layer_stride_w;
-static constexpr int LAYER_TAPS = C::layer_kernel_d * C::layer_kernel_h * C::layer_kernel_w;
 
 struct Line { int channel, d, h; };                      // its first channel, and its phases along D and H
 

@@ -342,7 +342,7 @@ static __device__ __forceinline__ void produce(const Work<Sweep>& work) {
   const Ring pixels = ring_of(work.memory, 0);
   const Slots slots = slots_of(work.memory);
   if (!C::channels_last && warp < PRODUCER_WARPS) {
-    if constexpr (!C::channels_last) Producer<Sweep>::produce(nullptr, s, pixels, slots, threadIdx.x);
+    if constexpr (!C::channels_last) turn_slots<Sweep>(nullptr, s, pixels, slots, threadIdx.x);
   } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
     if constexpr (C::channels_last) load_boxes<Sweep>(work.maps, s, pixels);
     else load_boxes<Sweep>(work.maps, s, slots);
