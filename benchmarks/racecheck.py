@@ -283,10 +283,8 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "planes-cluster": case(
         "gather", run_gather, CROSSED_BACK, "bf16 channels_last grad-input", lambda t: t.cluster > 1
     ),
-    "planes": case("gather", run_gather, STRIDED, "bf16 channels_last grad-input", lambda t: t.planewise),
-    "boxes": case(
-        "gather", run_gather, STRIDED, "tf32 channels_last grad-input", lambda t: t.boxable and not t.planewise
-    ),
+    "planes": case("gather", run_gather, STRIDED, "bf16 channels_last grad-input", lambda t: t.strided_box),
+    "boxes": case("gather", run_gather, STRIDED, "tf32 channels_last grad-input", lambda t: t.boxable),
     "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
     "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
     "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.turns),

@@ -47,7 +47,7 @@ class Timed(NamedTuple):
 def kind(t: Tiling) -> tuple[Any, ...]:
     """What makes tilings alike: of these one is timed."""
     return (
-        t.sub, t.split, t.chunk, t.subs, t.width_subs, t.resident, t.planewise, t.runs, t.classes is None,
+        t.sub, t.split, t.chunk, t.subs, t.width_subs, t.resident, t.runs, t.classes is None,
         t.whole is None, t.shuffle, t.drained, math.prod(t.tile) // 64,
     )  # fmt: skip
 

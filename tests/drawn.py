@@ -238,7 +238,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         gather_choice,
     ),
     "joined": (
-        Layers(FORWARD_LIKE, WGMMA, ("nchw",), (1, 1, 2, 3), groups=(1,), widths=ALIGNED, strides=(1,)),
+        Layers(("fwd",), WGMMA, ("nchw",), (2, 3), groups=(1,), widths=ALIGNED, strides=(1,)),
         joined_choice,
     ),
     "implicit": (

@@ -57,7 +57,7 @@ def _of_axes(name: str, axes: str, values: Iterable[int | tuple[int, ...]]) -> C
 def pixel_constants(t: Tiling) -> Constants:
     """N: of a chunk's pixels in shared memory, and of who brings them."""
     rows = t.rows
-    found = _named(t, "wgmma", "channels_last", "cin_g", "first_w", "columns", "plane", "strided_box", "plane_barriers")
+    found = _named(t, "wgmma", "channels_last", "cin_g", "first_w", "columns", "plane", "strided_box")
     found |= {"precision": jit.PRECISIONS[t.problem.precision], "cin": source_shape(t.problem)[1], "ck": t.chunk}
     found |= _of_axes("tile", "ndhw", t.tile) | _of_axes("in_step", "dhw", t.in_steps)
     found |= _of_axes("rows", "dh", map(len, rows)) | _of_axes("row_step", "dh", t.row_steps)
@@ -143,8 +143,6 @@ def _step_constants(t: Tiling) -> Constants:
         if len(numbers) < len(t.multiplied.variants):
             found["stretches_of"] = tuple(numbers[first] for first, _ in stretches)
             found["variant_rows"] = tuple(shift for _, shift in stretches)
-    if t.straight and t.plane_barriers > 1:
-        found["planes_of_entries"] = tuple(t.plane_of(off) for off, _ in flat)
     return found
 
 

@@ -78,16 +78,13 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
     tiles = math.prod(t.counts(p)) * t.m_groups
     blocks = gpu.multiprocessors if t.cluster == 1 else max(1, gpu.clusters(t.cluster))
     stored, outputs = _stored(t, alignment_of(p))
-    dry = stretches * _DRAIN if t.wgmma else 0.0
-    if not t.channels_last and t.stages_p == 1:  # producers and consumers wait for each other
-        dry += chunks * (chunks_turned * RATES.chunk_turned + turned * RATES.unit_turned)
     return Work(
         instructions,
         columns,
         waves=-(-tiles // blocks),
         moved=_moved(t, p, tiles, gpu),
         steps=chunks,
-        stages=t.stages_p * t.plane_barriers if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
+        stages=t.stages_p if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
         weight_steps=0.0 if t.resident else fragments / t.w_stage,
         weight_stages=max(1, t.ring_stages),
         lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / _LINE,
@@ -96,7 +93,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
         chunks_turned=chunks * chunks_turned,
         turned=chunks * turned,
-        dry=dry,
+        dry=stretches * _DRAIN if t.wgmma else 0.0,
         stored=stored,
         start=_START,
         in_turn=t.split == 2,

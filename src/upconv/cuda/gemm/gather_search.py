@@ -89,12 +89,9 @@ class Group:
 
     @derived
     def tilings(self) -> tuple[Tiling, ...]:
-        """Those that fit: of chunks, and of when their pixels are waited for."""
+        """Those that fit, of chunks."""
         t = self.widest
-        far = t.problem.pass_ != "fwd" and max(t.problem.stride) > 1  # taps step over the source
-        by_planes = (False, True) if far and t.wgmma and t.channels_last and t.parts == 1 else (False,)
-        every = product(chunk_sizes(t.problem), by_planes)
-        found = (_fitting(varied(t, chunk=chunk, planewise=planewise), self.gpu) for chunk, planewise in every)
+        found = (_fitting(varied(t, chunk=chunk), self.gpu) for chunk in chunk_sizes(t.problem))
         return tuple(one for one in found if one is not None)
 
 
@@ -147,7 +144,7 @@ def _of_taps(taps: Tiling, kind: Kind, result: Triple) -> Iterator[Tiling]:
             continue  # the rows of an unrolled tile are many already
         if not kind.beside and any(n > step * t for n, step, t in zip(result, taps.out_steps, tile[1:])):
             continue  # an image is not whole
-        shaped = settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile", "planewise")
+        shaped = settled(varied(taps, sub=sub, tile=tile), *_TAPS, "tile")
         # Before Hopper in turn only where the halo of a strided source leaves room for no more than 64 pixels.
         in_turn = not kind.drained and (taps.wgmma or (far and math.prod(tile) == 64))
         splits = (0, *((1,) if wide else ()), *((2,) if in_turn else ()))
@@ -162,10 +159,7 @@ def _fitting(base: Tiling, gpu: Gpu) -> Tiling | None:
     stays = len(base.multiplied.distinct) == 1 or base.m_groups == 1
     room = not base.wgmma or base.fragments(base.multiplied.most) * base.wgs_m * FRAGMENT < gpu.shared_bytes
     t = _fitted(varied(base, resident=True), gpu) if stays and room else None
-    t = t or _fitted(base, gpu)
-    if t is None and not base.drained and not base.channels_last:
-        t = _fitted(base, gpu, scarce=True)
-    return t
+    return t or _fitted(base, gpu)
 
 
 def chunk_sizes(p: Problem) -> list[int]:
@@ -213,15 +207,15 @@ def _rows_of_images(p: Problem) -> tuple[tuple[tuple[int, int], tuple[int, int, 
     return tuple((_ROW, (1, d, h, 64)) for d, h in rows)
 
 
-def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
+def _fitted(t: Tiling, gpu: Gpu) -> Tiling | None:
     """The tiling with stages that look ahead far enough, as shared memory allows; None when it does not fit at all.
 
     A load takes about a thousand clocks from its request to its use (docs/experiments.md), so stages go where the least
-    time lies ahead. ``scarce``: with one pixel tile.
+    time lies ahead.
     """
     fragment_time = fragment_clocks(t)
     chunk_time = t.multiplied.most * t.k_steps * t.parts * fragment_time
-    most = t.longest_stretch if t.resident else 8 if t.wgs_m == 1 and not scarce else 4
+    most = t.longest_stretch if t.resident else 8 if t.wgs_m == 1 else 4
     w_stage = -(-t.longest_stretch // -(-t.longest_stretch // most))  # a stretch ends with its last stage
     if t.parts == 2:
         w_stage = -(-w_stage // 2) * 2  # both parts of a step's weights
@@ -229,9 +223,9 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
         w_stage = -(-w_stage // t.k_steps) * t.k_steps  # of whole taps, which boxes bring
 
     def stages(pixels: int) -> tuple[int, int]:
-        return (pixels, 2) if t.channels_last else (1 if scarce else 2, pixels)
+        return (pixels, 2) if t.channels_last else (2, pixels)
 
-    pixels, weights = 1 if t.planewise else 2, 2
+    pixels = weights = 2
     stages_p, stages_s = stages(pixels)
     t = varied(t, stages_p=stages_p, stages_s=stages_s, stages_w=weights, w_stage=w_stage)
     if t.shared_bytes > gpu.shared_bytes:
@@ -242,7 +236,7 @@ def _fitted(t: Tiling, gpu: Gpu, scarce: bool = False) -> Tiling | None:
         return None
     best = pixels, weights
     while True:
-        ahead = (pixels - (1 / t.plane_barriers if t.planewise else 0)) * chunk_time, weights * w_stage * fragment_time
+        ahead = pixels * chunk_time, weights * w_stage * fragment_time
         if min(ahead) >= _AHEAD or (t.resident and ahead[0] >= _AHEAD):
             break
         if t.resident or not t.wgmma or ahead[0] <= ahead[1]:
@@ -349,14 +343,12 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
     """Of tilings whose tiles leave multiprocessors idle those that promise most where clusters share the chunks.
 
     All clusters must run at once: a block has one tile, so a second would begin where the first ends. Nor are those
-    looked at whose loads are far too cheap by estimate: planes of 32 bytes of a pixel, and halves of rows of several
-    classes (docs/experiments.md).
+    looked at whose loads are far too cheap by estimate: halves of rows of several classes (docs/experiments.md).
     """
     promising: list[tuple[float, int, int, Tiling]] = []
     for cost, t in every:
         tiles = _tiles_of(t, p)
-        cheap = (t.planewise and t.row_bytes == 32) or (t.classed and t.element == 2)
-        if t.split == 2 or cheap or not t.tensor_map or t.shuffle or t.drained:
+        if t.split == 2 or (t.classed and t.element == 2) or not t.tensor_map or t.shuffle or t.drained:
             continue
         for cluster in CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):

@@ -1,10 +1,10 @@
-"""Layers without a stride in NCHW, whose rows are joined to one: forwards, and gradients for the input. wgmma only.
+"""Forwards without a stride in NCHW, whose rows are joined to one. wgmma only.
 
 Without padding along W such a layer's rows of results are longer than the source's by as much as a kernel reaches, so
 that tiles which are rectangles end amid empty columns, and rows begin anywhere. But zeros behind each row of the source
 make one row of a slice, in which a tap is a shift (``kernels/joined.cu``): tiles are neighbouring results of whatever
 rows, all useful, and a channel's are neighbours in memory, in whole sectors. What it costs is the halo of whole rows,
-so that it is for narrow images, as 3-D ones are. A 1-D layer has one row anyway, which may be padded.
+so that it is for narrow images, as 3-D ones are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tile(Base):
     """As `Base`, whose stages are of the ring of pixels and have a chunk of one slice."""
 
     width: int
-    """Columns of the source, up to a multiple of 16 which this is; 0 for 1-D, where a tile reads its part of any."""
+    """Columns of the source, up to a multiple of 16 which this is."""
     places: int = 256
     """Of a tile: neighbouring results."""
     slots: int = 2
@@ -56,7 +56,7 @@ class Tile(Base):
     """Of the ring of weights."""
 
     family = mode = file = "joined"
-    serves = (("fwd", "nchw"), ("grad-input", "nchw"))
+    serves = (("fwd", "nchw"),)
 
     @property
     def instance(self) -> str:
@@ -69,13 +69,12 @@ class Tile(Base):
             return "rows are joined without strides"
         if max(p.kernel[-2:]) == 1:
             return "slices of one tap have no halo, and tiles of any shape"
-        if p.rank > 1:
-            if ahead(p)[-1] or gap(p) < reach:
-                return "between joined rows are zeros, which padding takes away"
-            if min(ahead(p)) < 0:
-                return "more padding than a kernel reaches is for 1-D layers"
-            if width > _MOST_COLUMNS:
-                return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
+        if p.rank == 1:
+            return "a 1-D layer has one row"
+        if p.padding[-1] or gap(p) < reach:
+            return "between joined rows are zeros, which padding takes away"
+        if width > _MOST_COLUMNS:
+            return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
         if math.prod(p.kernel[-2:]) > _MOST_TAPS:
             return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
         if width * p.dtype.itemsize % 16:
@@ -93,24 +92,22 @@ class Tile(Base):
 
     def rows_at(self, pitch: int) -> int:
         """Rows of the source that a tile with its halo may touch, where those of results are so long: it begins in a
-        row's last place at worst. 1-D layers have one."""
-        return 1 if self.problem.rank == 1 else (pitch + self.places + self.halo(pitch) - 2) // pitch + 1
+        row's last place at worst."""
+        return (pitch + self.places + self.halo(pitch) - 2) // pitch + 1
 
     @property
     def pitches(self) -> range:
-        """Lengths of rows of results that the tile serves; of 1-D layers one for all."""
-        if self.problem.rank == 1:
-            return range(1)
+        """Lengths of rows of results that the tile serves."""
         longer = gap(self.problem)
         return range(max(self.width - _WIDTHS + 1, 16 // self.element) + longer, self.width + longer + 1)
 
     def numbers(self, c: Any) -> None:
         """See kernels/joined.cu."""
         p, kernel = self.problem, self.kernel
-        c.flipped, c.line, c.places = p.pass_ == "grad-input", p.rank == 1, self.places
+        c.places = self.places
         c.of_axes("kernel", kernel)
         c.of_axes("dilation", triple(p.dilation))
-        c.of_axes("padding", triple(ahead(p), 0))
+        c.of_axes("padding", triple(p.padding, 0))
         c.slots, c.weight_stages = self.slots, self.weight_stages
         c.warps_of_stage = 2 if self.slots < 4 else 1  # of two, that turn a stage together: of few slots both
         c.chunk = ROW_BYTES // self.element  # channels
@@ -122,10 +119,9 @@ class Tile(Base):
         # Of a stage the places of a tile with its halo; of a slot the rows of the source that it may touch.
         c.span = -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
         c.rows = max(map(self.rows_at, self.pitches))
-        # In 16 bits whole boxes of 128 bytes, which are swizzled. That of a line begins at 16 bytes.
-        columns = self.places + self.halo(0) + 16 // self.element - 1 if c.line else self.width
-        unit = _SPAN if self.element == 2 else _WIDTHS * -(-columns // MAX_BOX)
-        c.box_w = -(-columns // unit) * unit
+        # In 16 bits whole boxes of 128 bytes, which are swizzled.
+        unit = _SPAN if self.element == 2 else _WIDTHS * -(-self.width // MAX_BOX)
+        c.box_w = -(-self.width // unit) * unit
         c.boxes = c.box_w // _SPAN if self.element == 2 else -(-c.box_w // MAX_BOX)  # side by side
         c.stage_bytes, c.slot_bytes = c.span * ROW_BYTES, c.rows * c.box_w * ROW_BYTES
         c.weight_bytes = c.taps_of_stage * FRAGMENT  # of a stage
@@ -146,7 +142,7 @@ class Tile(Base):
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
-        return self.problem.pass_, self.problem.precision
+        return (self.problem.precision,)
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
@@ -174,7 +170,6 @@ class Tile(Base):
             self.rows_at(pitch) * c.box_w,
         )
         turned = 2 * (arriving if self.element == 2 else span)  # read, and written
-        warps = 1 if c.line else c.warps_of_stage
         # What instructions read, weights as they come, and pixels.
         shared = c.taps * (self.places * ROW_BYTES + 2 * FRAGMENT) + (arriving + turned) * ROW_BYTES
         return Work(
@@ -185,8 +180,8 @@ class Tile(Base):
             steps=stages,
             stages=self.stages,
             shared=stages * shared,
-            chunks_turned=stages * warps,
-            turned=stages * warps * span / _TURNED,
+            chunks_turned=stages * c.warps_of_stage,
+            turned=stages * c.warps_of_stage * span / _TURNED,
             stored=ROWS_M * self.places * self.element / 32 * _STORE,
             in_turn=True,
         )
@@ -215,13 +210,6 @@ def gap(p: Problem) -> int:
     return result_shape(p)[-1] - source_shape(p)[-1]
 
 
-def ahead(p: Problem) -> tuple[int, ...]:
-    """Of each axis the source's position that a result at 0 has of the first tap: the forward's padding."""
-    if p.pass_ == "fwd":
-        return p.padding
-    return tuple((k - 1) * d - padding for k, d, padding in zip(p.kernel, p.dilation, p.padding))
-
-
 class Choice(TileChoice):
     """A tile for a problem on a GPU, and what the model thinks of it."""
 
@@ -233,11 +221,9 @@ refusal = Tile.refusal
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer on images of this width."""
-    width = 0 if p.rank == 1 else -(-source_shape(p)[-1] // _WIDTHS) * _WIDTHS
-    size = [1024 + 2 * padding for padding in p.padding]  # whose results are some
-    if width:
-        size[-1] = p.size[-1] + width - source_shape(p)[-1]
-    return iter(_candidates(p.with_(batch=1, size=tuple(size), bias=False), width, gpu))
+    width = -(-p.size[-1] // _WIDTHS) * _WIDTHS
+    size = [1024 + 2 * padding for padding in p.padding[:-1]]  # whose results are some
+    return iter(_candidates(p.with_(batch=1, size=(*size, width), bias=False), width, gpu))
 
 
 @lru_cache(maxsize=256)

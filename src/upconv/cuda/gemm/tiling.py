@@ -6,7 +6,6 @@ the stores, all of shared memory, and what the kernel cannot run; `gather_consta
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +27,7 @@ _SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every rou
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
 
 
-def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int = 1) -> bool:
+def _alike(blocks: Iterable[Sequence[Triple]], taps: int, step: int) -> bool:
     """Whether rounds of so many taps differ only in where they begin, along W by multiples of a step."""
     first: list[Triple] = []
     for one in (block[i : i + taps] for block in blocks for i in range(0, len(block), taps)):
@@ -45,25 +44,18 @@ def _sets(steps: int) -> int:
 
 
 @lru_cache(maxsize=1024)  # many tiles of a layer ask for one of few
-def _taps_of_rounds(division: Division, in_steps: Triple, planewise: bool, k_steps: int, short: bool) -> int:
-    """Most taps of a round of all blocks of a division of the taps (`multiplied`), or of all their planes.
+def _taps_of_rounds(division: Division, width_step: int, k_steps: int, short: bool) -> int:
+    """Most taps of a round of all blocks of a division of the taps (`multiplied`).
 
     ``short``: a block may be straight code, so that a round of all of its taps is none.
     """
     entries = multiplied(*division).entries
     blocks = [[offsets for offsets, _ in block] for blocks in entries for block in blocks if block]
     most = _STEPS_OF_ROUND[1] // k_steps
-    if planewise:
-        planes: dict[tuple[int, ...], list[Triple]] = {}
-        for i, block in enumerate(blocks):
-            for offsets in block:
-                planes.setdefault((i, *map(operator.mod, offsets, in_steps)), []).append(offsets)
-        taps = max(map(len, planes.values()))
-        return taps if taps <= most and _sets(taps * k_steps) and _alike(planes.values(), taps) else 0
     few = (
         n
         for n in range(min(most, max(map(len, blocks)) - short), 0, -1)
-        if _sets(n * k_steps) and _alike(blocks, n, in_steps[2])
+        if _sets(n * k_steps) and _alike(blocks, n, width_step)
     )
     return next(few, 0)
 
@@ -106,16 +98,10 @@ class Tiling(TiledPixels):
         """Blocks of 64 rows that a consumer accumulates at once."""
         return max(self.multiplied.blocks_of_w) + 1
 
-    @of_pixels
+    @property
     def entries(self) -> Entries:
         """[variant][block]: the (offsets, kernel tap of every sub or -1) that the block multiplies, in order."""
-        found = self.multiplied.entries
-        if not self.planewise:
-            return found
-        return tuple(
-            tuple(tuple(sorted(block, key=lambda entry: self.plane_of(entry[0]))) for block in blocks)
-            for blocks in found
-        )
+        return self.multiplied.entries
 
     @property
     def m_groups(self) -> int:
@@ -128,11 +114,9 @@ class Tiling(TiledPixels):
         """Whether the steps of a variant's chunk are one stretch of code, without a loop; else they are rounds."""
         if not self._short:
             return False
-        # Rounds of few steps, or of one instruction a step, are not known to be as fast. Of planes, consumers in turn
-        # do not fill each other's gaps (docs/experiments.md).
+        # Rounds of few steps, or of one instruction a step, are not known to be as fast (docs/experiments.md).
         few = self.multiplied.most * self.k_steps < _STEPS_ROLLED or (self.nb == 1 and self.split != 2)
-        in_turn = self.planewise and self.split == 2
-        return few or in_turn or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
+        return few or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
 
     @derived_from("problem", "unroll", "subs", "w_subs", "classes", "chunk", "wgmma")
     def _short(self) -> bool:
@@ -146,14 +130,11 @@ class Tiling(TiledPixels):
 
     @of_pixels
     def _taps_alike(self) -> int:
-        """Most taps of a `queued` round; 0 where there is none. `planewise`: those of a plane."""
-        if self.mb > 1:  # registers spill
+        """Most taps of a `queued` round; 0 where there is none."""
+        # With several blocks registers spill; with several bands the rows of taps alike need not be.
+        if self.mb > 1 or any(len(firsts) > 1 for firsts, _, _ in self.bands):
             return 0
-        taps = _taps_of_rounds(self.division, self.in_steps, self.planewise, self.k_steps, self._short)
-        if self.planewise:
-            return taps if self.multiplied.lengths == {self.plane_count * taps} else 0
-        # Else the rows of taps alike need not be.
-        return taps if all(len(firsts) == 1 for firsts, _, _ in self.bands) else 0
+        return _taps_of_rounds(self.division, self.in_steps[2], self.k_steps, self._short)
 
     @property
     def fragment_sets(self) -> int:
@@ -167,7 +148,7 @@ class Tiling(TiledPixels):
         One stretch of code serves all of these, where a chunk is one (`straight`). The phases of a kernel whose sizes
         are multiples of its strides lie alike.
         """
-        if not self.straight or self.plane_barriers > 1:
+        if not self.straight:
             return tuple((variant, 0) for variant in range(len(self.multiplied.variants)))
         found = []
         firsts: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
@@ -305,7 +286,7 @@ class Tiling(TiledPixels):
             slot_barriers = stages_p if self.tensor_map and self.parts == 2 else 0
         if self.drained:
             before, buffers = -(-before // 1024) * 1024, 8 * self.nb * 64 * self.width_subs * 16 * self.element
-        barriers = stages_p * self.plane_barriers + (rings if self.wgmma else 0) + slot_barriers
+        barriers = stages_p + (rings if self.wgmma else 0) + slot_barriers
         return before + buffers + 16 * barriers
 
     @of_pixels
@@ -380,10 +361,6 @@ class Tiling(TiledPixels):
             yield "whole images come by boxes, of which none may end in the next group"
         if self.problem.batch_as_width and not (self.tensor_map and not self.multiplied.bare and self.shuffle is None):
             yield "a batch as width is read by boxes, and stored by one of the epilogues"
-        if self.planewise and not (self.strided_box and self.plane_count > 1):
-            yield "a tile has one plane, or its planes come by no boxes"
-        if self.plane_barriers > 1 and not self._planes_in_turn:
-            yield "not every variant reads all planes in turn in one stretch of code"
         # With one stage what is multiplied was never copied, or not yet.
         if not self.tensor_map and (self.stages_p if self.channels_last else self.stages_s) < 2:
             yield "threads that copy pixels have a stage ahead of the one that is read"
@@ -433,16 +410,10 @@ class Tiling(TiledPixels):
         return plain and one and whole and self.subs == 1 and self.split != 2
 
     @property
-    def _planes_in_turn(self) -> bool:
-        if not ((self.straight or self.queued) and self.mb == 1):
-            return False
-        return all(len({self.plane_of(off) for off, _ in block}) == self.plane_count for (block,) in self.entries)
-
-    @property
     def table_bytes(self) -> int:
         """Bytes of the kernel's tables in constant memory; about, and no less."""
         entries, variants = self.multiplied.total, len(self.multiplied.variants)
-        of_entries = entries * (4 + 2 * self.subs + (1 if self.planewise else 0))
+        of_entries = entries * (4 + 2 * self.subs)
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
         rows = sum(self.row_counts)
         bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self.multiplied.fills)

@@ -61,9 +61,6 @@ class TiledPixels:
     """Multiply with wgmma (sm_90a), else with mma.sync (sm_80 and up)."""
     whole: Triple | None = None
     """NCHW: size (D, H, W) of small sources, of which a tile holds whole images: copied as lines, without a halo."""
-    planewise: bool = False
-    """Channels-last, where taps step over rows and columns: every residue of these is a box and a plane of its own,
-    waited for and given back by itself, so that a chunk's first plane is loaded anew while its last is multiplied."""
     shuffle: Shuffle | None = None
     """A strided layer's channels and phases as rows of M; ``problem`` is then the layer without its stride."""
     cluster: int = 1
@@ -207,23 +204,17 @@ class TiledPixels:
         """Of each axis the offsets of all taps, in order."""
         return self.multiplied.offsets
 
-    @derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile", "planewise")
+    @derived_from("problem", "unroll", "subs", "w_subs", "classes", "tile")
     def bands(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """For D and H: the input offset of each band's first row, the rows of a band, and from one of them to the next.
 
         A dense axis is one band of every row of the halo, or, where steps and offsets have a common divisor (a stride
         of 2 with a dilation of 2), of every second. With a large dilation only the rows that some tap reads are held: a
-        band for each offset. `planewise`: a band for each residue modulo the step, where that is no more.
+        band for each offset.
         """
         result = []
         for axis in (0, 1):
             count, step, offsets = self.tile[1 + axis], self.in_steps[axis], self.offsets[axis]
-            if self.planewise and step > 1:
-                first = {off % step: off for off in reversed(offsets)}
-                firsts, reach = tuple(sorted(first.values())), max((off - first[off % step]) // step for off in offsets)
-                if (count + reach) * len(firsts) <= count * len(offsets):
-                    result.append((firsts, count + reach, step))
-                    continue
             apart = math.gcd(step, *(off - offsets[0] for off in offsets))
             dense = (offsets[-1] - offsets[0] + (count - 1) * step) // apart + 1
             result.append(((offsets[0],), dense, apart) if dense <= count * len(offsets) else (offsets, count, step))
@@ -347,11 +338,6 @@ class TiledPixels:
             return residue
         d, h = self.band_of(0, offsets[0]), self.band_of(1, offsets[1])
         return (d * len(self.bands[1][0]) + h) * len(self.residues) + residue
-
-    @property
-    def plane_barriers(self) -> int:
-        """Pairs of barriers of a pixel tile."""
-        return self.plane_count if self.planewise else 1
 
     @of_pixels
     def _units_at_any_alignment(self) -> int:

@@ -42,7 +42,6 @@ using Type = typename G::Number::Type;
 using Chunk = ChunkOf<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
-static constexpr bool BY_PLANES = C::plane_barriers > 1;
 static constexpr bool IN_TURN = C::split == 2;
 static constexpr bool DRAINED = C::store == STORE_BOXES;
 
@@ -50,7 +49,7 @@ static constexpr bool DRAINED = C::store == STORE_BOXES;
 
 // Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
 static constexpr int SLOTS = !C::channels_last ? C::stages_s : G::BOX && !G::DIRECT_BOX ? C::stages_p : 0;
-using Pixels = RingOf<C::stages_p, G::STAGE_BYTES, C::plane_barriers>;
+using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
 using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
 using Ring = WeightRing<C>;
 static constexpr int RING_AT = Pixels::BYTES;
@@ -115,11 +114,10 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
       Columns<C> pixels(memory.pixels.stage(cursor), first_subtile);
-      if constexpr (BY_PLANES) pixels.full = memory.pixels.full(cursor), pixels.empty = memory.pixels.empty(cursor), pixels.parity = cursor.parity;
-      else memory.pixels.wait_full(cursor);
+      memory.pixels.wait_full(cursor);
       if constexpr (!C::wgmma) weights.begin_chunk(chunk);
       Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      give_back(memory.pixels.empty(cursor) + (C::plane_barriers - 1) * 8, lane);
+      give_back(memory.pixels.empty(cursor), lane);
     }
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     if (EARLY) following = order.next(index, s);

@@ -34,21 +34,13 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = ring.full(cursor);
-    if constexpr (C::plane_barriers == 1) {
-      ring.wait_empty(cursor);
-      expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
-    }
+    ring.wait_empty(cursor);
+    expect_bytes(ring.full(cursor), Boxes::BOXES * Boxes::COPIED_BYTES);
 #pragma unroll
     for (int r = 0; r < Boxes::BOXES; r++) {
-      if constexpr (C::plane_barriers > 1) {
-        barrier = ring.full(cursor) + r * 8;
-        barrier_wait(ring.empty(cursor) + r * 8, cursor.parity);
-        expect_bytes(barrier, Boxes::COPIED_BYTES);
-      }
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
-      load_box(ring.stage(cursor) + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], barrier);
+      load_box(ring.stage(cursor) + r * Boxes::BOX_BYTES, maps.of[Boxes::map(r)], c[0], c[1], c[2], c[3], c[4], ring.full(cursor));
     }
   }
   walk.order.end();

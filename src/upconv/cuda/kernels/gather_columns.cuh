@@ -36,9 +36,8 @@ static __device__ __forceinline__ int rows_to(int nb, int first) {
 // [mma.sync] `start`: the tile's address.
 u32 start;
 int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
 
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
+__device__ __forceinline__ Columns(u32 tile, int first) : first(first) {
   // By a shuffle, so that ptxas counts in uniform registers.
   if constexpr (C::wgmma) start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
   else start = tile;

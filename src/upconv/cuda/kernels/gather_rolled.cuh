@@ -11,7 +11,6 @@ using S = StepOf<C>;
 using Weights = typename S::Weights;
 using Pixels = typename S::Pixels;
 using Sums = float[G::MB][G::NB][32];
-static constexpr bool BY_PLANES = C::plane_barriers > 1;  // a round is a plane
 
 // `begin`: of C::queued rounds the shift of the first tap, else its entry.
 static __device__ __forceinline__ int begin_of(int entry) { return C::queued ? TAP_ROW<C>[entry] : entry; }
@@ -26,17 +25,15 @@ static __device__ __forceinline__ int shift_of(int begin) {
 }
 
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, int lane) {
   S::step(acc, a, weights, pixels, shift_of<STEP / G::STEPS_PER_TAP>(begin), STEP, G::LONGEST_STRETCH, lane, left);
-  if (BY_PLANES && STEP == 0 && behind) give_back(behind, lane);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
 #pragma unroll
   for (int b = 0; b < G::MB; b++) {
     u32 a[C::fragment_sets][4];
@@ -49,9 +46,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
       int begin = __shfl_sync(0xffffffffu, next, 0);
       entry += C::taps_unrolled;
       if (--left) next = begin_of(entry);
-      if constexpr (BY_PLANES) barrier_wait(full, pixels.parity);
-      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, pixels, begin, left, behind, lane);
-      behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
+      multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[b], a, weights, pixels, begin, left, lane);
     }
     if constexpr (C::wgmma) wgmma_wait<0>();
   }

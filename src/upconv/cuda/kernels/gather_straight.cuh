@@ -25,15 +25,7 @@ static __device__ __forceinline__ constexpr int block_of(int variant, int entry)
 template <int VARIANT, int STEP>
 static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   constexpr int first = C::entries[VARIANT * STRIDE], entry = first + STEP / G::STEPS_PER_TAP, block = block_of(VARIANT, entry), row = C::tap_rows[entry];
-  if constexpr (C::plane_barriers > 1) {                // a plane is waited for with its first step; behind it no instruction reads the plane before
-    constexpr int plane = C::planes_of_entries[entry];
-    constexpr bool begins = STEP % G::STEPS_PER_TAP == 0 && (STEP == 0 || C::planes_of_entries[entry - (STEP > 0)] != plane);
-    if (begins) barrier_wait(pixels.full + plane * 8, pixels.parity);
-    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-    if (begins && STEP > 0) give_back(pixels.empty + (plane - 1) * 8, lane);
-  } else {
-    S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
-  }
+  S::step(acc[block], a, weights, pixels, row, STEP, steps_of(VARIANT), lane);
 }
 
 // Not by recursion, each level of which the compiler works through with all that are in it. The machine code is the same.

@@ -185,13 +185,14 @@ u32 part;                                               // this thread's of a st
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
 u32 at;                                                 // its part of the stage in hand
 u32 done;                                               // the barrier that says that this is free
+bool later = false, all = false;                        // [resident] than the first tile; all stages have come
 
 __device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
-__device__ __forceinline__ void begin() { cursor = {0, 0}; }  // a tile, whose stages stay
+__device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
 // A stage is waited for with its first fragment.
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
-    ring.wait_full(cursor);
+    if (!C::resident || !all) ring.wait_full(cursor);
     at = ring.stage(cursor) + part, done = ring.empty(cursor);
     cursor.next();
   }

@@ -1,14 +1,13 @@
-// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
-// (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
-// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
-// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: the forward.
+// Without padding along W a row of the result is longer than one of the source by as much as the kernel reaches; with as
+// many zeros behind each of the source's rows, place f of a slice's results, counted through its rows, has its taps of a
+// slice of the kernel at
 //
 //     f - kh (dilation_h pitch) - kw dilation_w,       pitch: results of a row
 //
 // of the source's places. So a tile is `places` neighbouring places of whatever rows, of which none is wasted at an
 // image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
 // has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
-// `line`: one row of any length, of which a tile reads its part, and any padding.
 //
 // Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is `span` rows of 32 bytes of
 // channels, and a tap is another first row. Weights are A, by descriptor, through a ring of `taps_of_stage` taps a stage.
@@ -104,39 +103,32 @@ static __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s
 }
 
 // Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
-// halo. Rows ahead of the first are -1 and so on; of a line a box begins at 16 bytes.
-struct Corner { int row, w, ahead; };
+// halo. Rows ahead of the first are -1 and so on.
+struct Corner { int row, ahead; };
 static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
-  int f = t.f - halo(s);
-  if constexpr (C::line) {
-    f += C::padding_w;
-    return {0, f & ~(VEC - 1), f & (VEC - 1)};
-  } else {
-    int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
-    return {row + C::padding_h, 0, f - row * s.pitch};
-  }
+  int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row + C::padding_h, f - row * s.pitch};
 }
-static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return C::line ? 1 : (ahead + span - 1) / s.pitch + 1; }
+static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
 // =====================================================================================================================
 // Weights
 // =====================================================================================================================
 
 static constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * C::kernel_d * TAPS * ROWS_M * 2;
-static constexpr int SECOND = C::flipped ? C::cin : C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
+static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
 
 static __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
 
 // [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
-// either. The weight is (C::cin, C::cout, kernel), flipped (C::cout, C::cin, kernel).
+// either. The weight is (C::cin, C::cout, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % TAPS_IN_ALL, chunk = rest / TAPS_IN_ALL % CHUNKS;
   int cout = rest / (TAPS_IN_ALL * CHUNKS) * ROWS_M + row;
-  if (C::flipped) tap = TAPS_IN_ALL - 1 - tap;
   write((long long)rest * TAP_BYTES + unit_at(row, unit), [=](int e) -> WeightAt {
     int cin = chunk * CK + unit * VEC + e;
-    return {cin < C::cin && cout < C::cout, C::flipped ? cout : cin, C::flipped ? cin : cout, tap};
+    return {cin < C::cin && cout < C::cout, cin, cout, tap};
   });
 }
 
@@ -187,7 +179,7 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
         expect_bytes(barrier, SLOT_BYTES);
 #pragma unroll
         for (int b = 0; b < C::boxes; b++) {
-          int w = corner.w + b * BOX_COLUMNS, c = chunk * CK;
+          int w = b * BOX_COLUMNS, c = chunk * CK;
           load_box(to + b * BOX_BYTES, map, w, NARROW ? c : corner.row, NARROW ? corner.row : d, NARROW ? d : c, t.n, barrier);
         }
       }
@@ -210,22 +202,21 @@ struct Turn16 {
   __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
     int behind = s.pitch - C::box_w;
     rows = rows_of(ahead, span, s), zeros = 0;
-    if (!C::line && behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
+    if (behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
   }
   __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
     int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
     u32 from = slot + (half * 8 + own) * 128;
 #pragma unroll 1
     for (int i = lane >> 5; i < rows * C::boxes; i += C::warps_of_stage) {  // a row's box
-      int row = i / C::boxes, box = i % C::boxes, w = box * 64 + second * 8 + own, p = row * (C::line ? 0 : s.pitch) + w - ahead;
+      int row = i / C::boxes, box = i % C::boxes, w = box * 64 + second * 8 + own, p = row * s.pitch + w - ahead;
       u32 at = from + (box * C::rows + row) * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
       u32 v[4][4];
 #pragma unroll
       for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
 #pragma unroll
-      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (C::line || w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
+      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && w + j * 16 < s.pitch ? to + j * 512 : trash, v[j]);
     }
-    if constexpr (C::line) return;
     int behind = s.pitch - C::box_w;
 #pragma unroll 1
     for (int i = lane, at = zeros; i < rows * behind;) {
@@ -246,7 +237,7 @@ struct Turn32 {
   __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
 #pragma unroll
     for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = lane + k * LANES, row = C::line ? 0 : (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
+      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
       from[k] = w < C::box_w && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
     }
   }

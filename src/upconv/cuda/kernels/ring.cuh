@@ -17,24 +17,24 @@ struct CursorOf {                                       // a place in the ring, 
   }
 };
 
-template <int STAGES, int STAGE_BYTES, int PARTS = 1>  // of a stage, with barriers of their own; a stage's are the first's
+template <int STAGES, int STAGE_BYTES>
 struct RingOf {
   using Cursor = CursorOf<STAGES>;
-  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * PARTS * 16;
+  static constexpr int BYTES = STAGES * STAGE_BYTES, BARRIER_BYTES = STAGES * 16;
   u32 stages, full_at, empty_at;                        // its stages, and a barrier of each for who fills it, and for who has read it
 
-  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES * PARTS}; }
+  static __device__ __forceinline__ RingOf at(u32 stages, u32 barriers) { return {stages, barriers, barriers + 8 * STAGES}; }
 
   // One thread; of so many arrivals each.
   __device__ __forceinline__ void init(int full, int empty) const {
-    for (int i = 0; i < STAGES * PARTS; i++) {
+    for (int i = 0; i < STAGES; i++) {
       barrier_init(full_at + 8 * i, full);
       barrier_init(empty_at + 8 * i, empty);
     }
   }
   __device__ __forceinline__ u32 stage(const Cursor& c) const { return stages + c.stage * STAGE_BYTES; }
-  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * (PARTS * 8); }
-  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * (PARTS * 8); }
+  __device__ __forceinline__ u32 full(const Cursor& c) const { return full_at + c.stage * 8; }
+  __device__ __forceinline__ u32 empty(const Cursor& c) const { return empty_at + c.stage * 8; }
   __device__ __forceinline__ void wait_full(const Cursor& c) const { barrier_wait(full(c), c.parity); }
   __device__ __forceinline__ void wait_empty(const Cursor& c) const { barrier_wait(empty(c), c.parity); }
 };
