@@ -13,7 +13,7 @@ from itertools import chain
 
 from upconv.cuda.axes import MOST_CONSTANTS, Division, Entries, Unfit, multiplied, positions, result_shape, source_shape
 from upconv.cuda.gemm.shuffle import Triple
-from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, TiledPixels, of_pixels, of_taps
+from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, Fetch, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX
 from upconv.derived import derived, derived_from
 from upconv.problem import Problem
@@ -237,6 +237,40 @@ class Tiling(TiledPixels):
     def weight_boxes(self) -> int:
         """Boxes of a tap's weights where they are `boxable`."""
         return self.wgs_m * 64 * self.element // self.weight_span if self.problem.pass_ == "fwd" else self.subs
+
+    # --- a staging slot: a chunk as it comes from memory (NCHW) ------------------------------------------------------
+
+    @of_pixels
+    def slot_boxes(self) -> int:
+        """Boxes of a slot; what threads copy is one."""
+        if self.fetch == Fetch.BY_THREADS:
+            return 1
+        if self.whole is not None:
+            return self.whole_pixels // self.box_pixels
+        return self.row_classes * self.channel_classes * self.row_boxes
+
+    @of_pixels
+    def slot_units(self) -> int:
+        """Units of 16 bytes of a row of a box."""
+        return self._units_at_any_alignment if self.fetch == Fetch.BY_THREADS else self.box[0] // self.vec
+
+    @of_pixels
+    def slot_channel(self) -> int:
+        """Bytes from a channel of a box to the next."""
+        if self.whole is not None:
+            return (self.beside or 1) * self.box_pixels * self.element
+        rows_d, rows_h = self.row_counts
+        return rows_d * (self.class_rows if self.fetch == Fetch.BY_CLASSES else rows_h) * self.slot_units * 16
+
+    @of_pixels
+    def slot_copied(self) -> int:
+        """Bytes of a box."""
+        channels = self.chunk // (self.channel_classes if self.fetch == Fetch.BY_CLASSES else 1)
+        return self.tile[0] * channels * self.slot_channel
+
+    @of_pixels
+    def slot_bytes(self) -> int:
+        return self.slot_boxes * (-(-self.slot_copied // 128) * 128)
 
     # --- the ring of weights in shared memory ------------------------------------------------------------------------
 

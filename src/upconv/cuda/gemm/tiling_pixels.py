@@ -462,8 +462,6 @@ class TiledPixels:
         """Channels of images side by side that a box's row has: as many as fill units of 16 bytes."""
         return self.vec // math.gcd(self.whole_pixels, self.vec)
 
-    # --- a staging slot: a chunk as it comes from memory (NCHW) ------------------------------------------------------
-
     @of_pixels
     def fetch(self) -> Fetch:
         if not self.tensor_map:
@@ -471,35 +469,3 @@ class TiledPixels:
         if self.whole is not None:
             return Fetch.IMAGES_BESIDE if self.beside else Fetch.WHOLE_IMAGES
         return Fetch.BY_CLASSES if self.classed else Fetch.BY_BOXES
-
-    @of_pixels
-    def slot_boxes(self) -> int:
-        """Boxes of a slot; what threads copy is one."""
-        if self.fetch == Fetch.BY_THREADS:
-            return 1
-        if self.whole is not None:
-            return self.whole_pixels // self.box_pixels
-        return self.row_classes * self.channel_classes * self.row_boxes
-
-    @of_pixels
-    def slot_units(self) -> int:
-        """Units of 16 bytes of a row of a box."""
-        return self._units_at_any_alignment if self.fetch == Fetch.BY_THREADS else self.box[0] // self.vec
-
-    @of_pixels
-    def slot_channel(self) -> int:
-        """Bytes from a channel of a box to the next."""
-        if self.whole is not None:
-            return (self.beside or 1) * self.box_pixels * self.element
-        rows_d, rows_h = self.row_counts
-        return rows_d * (self.class_rows if self.fetch == Fetch.BY_CLASSES else rows_h) * self.slot_units * 16
-
-    @of_pixels
-    def slot_copied(self) -> int:
-        """Bytes of a box."""
-        channels = self.chunk // (self.channel_classes if self.fetch == Fetch.BY_CLASSES else 1)
-        return self.tile[0] * channels * self.slot_channel
-
-    @of_pixels
-    def slot_bytes(self) -> int:
-        return self.slot_boxes * (-(-self.slot_copied // 128) * 128)
