@@ -475,11 +475,11 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   __syncthreads();
   int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
     wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
   }
 }
@@ -538,7 +538,6 @@ WGMMA_WIDTH(192, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3 "," NUMBERS
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
 
 __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
@@ -608,9 +607,6 @@ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
 }
 
 
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
-
 // Tensor maps of the input.
 template <class C, int = C::fetch> constexpr int MAPS_OF = 1;
 
@@ -676,11 +672,6 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
   return {t.n, t.d, t.h, t.w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / C::rows_h) << 24 | (ROW_D<C>[0] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-
 };
 
 // Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
@@ -708,9 +699,7 @@ struct Walk {
     chunk = 0;
     settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = K::tile_at(index, s);
@@ -748,6 +737,7 @@ using Sizes = typename T::Sizes;
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
 static constexpr int SUBTILES = C::tile_h;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
+static constexpr int WGS_M = 1;
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[(C::mb + 1) - 1];  // of all variants
@@ -871,14 +861,13 @@ template <class C>
 struct WeightsOf {
 using G = GatherWork<C>;
 using Memory = const char*;
-struct Source { const char *packed, *at; };
+using Source = const char*;
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t, int chunk) { return fragments_of<C>(packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
@@ -886,30 +875,31 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_s
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
+template <class C>
+using WeightRing = RingOf<C::stages_w, C::w_stage * GatherWork<C>::WGS_M * GatherWork<C>::FRAGMENT>;
+
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
 // Every tile's weights stream through.
 template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, const WeightRing<C>& ring) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::FRAGMENT;
   wait_for_results();                                   // of `pack`
   typename G::AloneOrder order(s);
-  CursorOf<C::stages_w> cursor = {0, 1};
+  typename WeightRing<C>::Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
     const typename G::Tile t = G::tile_at(index, s);
-    typename W::Source from = W::source_of(memory, t);
 #pragma unroll 1
     for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
-      W::begin_chunk(from, t, chunk);
+      typename W::Source from = W::source_of(memory, t, chunk);
 #pragma unroll 1
       for (int i = G::stretches_of(t.variant); i > 0; i--) {
 #pragma unroll 1
         for (int left = 6; left > 0; left -= C::w_stage, cursor.next()) {
-          u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
-          barrier_wait(empty + cursor.stage * 8, cursor.parity);
-          W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * G::FRAGMENT;
+          ring.wait_empty(cursor);
+          W::bring(ring.stage(cursor), from, bytes, ring.full(cursor));
         }
       }
     }
@@ -919,40 +909,34 @@ __device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memo
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
 template <class C>
-struct Fragments {                      // from the ring
+struct Fragments {                             // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
+WeightRing<C> ring;
+u32 part;                                               // this thread's of a stage
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
+u32 at;                                                 // its part of the stage in hand
+u32 done;                                               // the barrier that says that this is free
+bool later = false, all = false;                        // [resident] than the first tile; all stages have come
 
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
+__device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
 // A stage is waited for with its first fragment.
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
+    ring.wait_full(cursor);
+    at = ring.stage(cursor) + part, done = ring.empty(cursor);
     cursor.next();
   }
   W::load(a, at, i % C::w_stage);
 }
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   cursor.move(G::chunks_of(variant) * G::stretches_of(variant));
 }
-__device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
-
-// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
-template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
 
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
@@ -963,9 +947,8 @@ using C = C_;
 using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
+static constexpr int TAPS_IN_ALL = C::taps;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
@@ -1000,42 +983,31 @@ struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot,
 
 // What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
 // the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
-template <class C, int CHANNEL, int COPIED, int COUNT>
+template <class C>
 struct SlotOf {
-static constexpr int COPIED_BYTES = COPIED;             // of a box
-static constexpr int BOXES = COUNT;
-static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
-static constexpr int BYTES = BOXES * BOX_BYTES;
+static constexpr int BOXES = C::slot_boxes, COPIED_BYTES = C::slot_copied;
+static constexpr int BOX_BYTES = (C::slot_copied + 127) / 128 * 128, BYTES = BOX_BYTES;
+static constexpr int OTHERS = (C::ck - 1) * C::rows_h;  // rows of an image's other channels
 static __device__ __forceinline__ constexpr int map(int) { return 0; }
-static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
+static __device__ __forceinline__ constexpr int channel_at(int c) { return c * C::slot_channel; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
-static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
 };
 
-// --- rows by boxes ----------------------------------------------------------------------------------------------------
-
-// A slot is [box][image][channel][row][column]: boxes of C::box_units begin C::column_pad columns early, at whole units. There are several where
-// rows are longer than one.
+// [box][image][channel][row][column]: boxes of C::slot_units begin C::column_pad columns early, at whole units. There are several where rows are
+// longer than one.
 template <class C>
-struct BoxedRows {
-static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::rows_h * C::box_units * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
-};
-
-template <class C>
-struct Slot : BoxedRows<C>::Of {
+struct Slot : SlotOf<C> {
 using T = PixelTile<C>;
-using Of = typename BoxedRows<C>::Of;
-static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
+using Of = SlotOf<C>;
+static constexpr int BOX_COLUMNS = C::slot_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d, at.channel, at.n};
 }
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, int segment, int image, int column, u32) {
+  int at_column = column + C::column_pad;
   // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * C::rows_h) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+  u32 from = (segment + image * Of::OTHERS) * C::slot_units * 16 + at_column * 4;
   return {from, false};
 }
 };
@@ -1044,25 +1016,21 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
-template <class K, class Maps>
-__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+// The loader, one thread: ahead of everyone by as many stages of the ring, slots (NCHW) or tiles, as are free.
+template <class K, class Maps, class Ring>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, const Ring& ring) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
-#pragma unroll
-    for (int r = 0; r < Boxes::BOXES; r++) {
-      const Corner corner = Boxes::corner(at, s, r);
-      const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
-    }
+    ring.wait_empty(cursor);
+    expect_bytes(ring.full(cursor), Boxes::COPIED_BYTES);
+    const Corner corner = Boxes::corner(at, s, 0);
+    const int (&c)[5] = corner.at;
+    load_box(ring.stage(cursor), maps.of[0], c[0], c[1], c[2], c[3], c[4], ring.full(cursor));
   }
   walk.order.end();
 }
@@ -1085,7 +1053,7 @@ static __device__ __forceinline__ int pixel_row(int i) {
   return i;
 }
 
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, int thread) {
   plane = 0;
   ok = 0;
 #pragma unroll
@@ -1093,42 +1061,41 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / C::rows_h;
     if (thread + k * 192 >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    const SlotPlace place = Slot<C>::place(x, s, at, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
   }
 }
-};
 
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
+// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+template <bool ALIGNED>
+__device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const int channel = chunk * C::ck;
 #pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * 192);
     if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
+    u32 phase = from[k] >> 24, first = slot + (from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok;
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
+        bool have = 4294967295 >> k & 1;
+        u32 a = first + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
     }
   }
 }
+};
 
-// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
-
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
+// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout, whether they or the copy engine bring
+// pixels.
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 full, int lane) {
@@ -1137,35 +1104,25 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
   if (lane == 0) barrier_arrive(full);
 }
 
-template <class C>
-__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
-  int channel = chunk * C::ck;
-  u32 exist = 4294967295;
-  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-}
-
-// NCHW, boxes: slots land, threads turn them.
-template <class K>
-struct Producer {
+// NCHW: slots are turned. Boxes fill them; or threads, with a chunk ahead of the one that they turn.
+template <class K, class Tiles, class Slots>
+__device__ __forceinline__ void turn_slots(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    OwnPixels<C> own;
-    own.locate(x, s, typename K::Source(), segments, thread);
-    CursorOf<C::stages_s> slot = {0, 0};
+  int lane = thread & 31;
+  OwnPixels<C> own;
+  Walk<K> now(s), ahead(s);
+  typename Tiles::Cursor tile = {0, 1};
+  typename Slots::Cursor slot = {0, 0};
+  own.locate(x, s, typename K::Source(), thread);
 #pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-    }
+  for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+    slots.wait_full(slot);
+    tiles.wait_empty(tile);
+    own.template turn<true>(now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+    hand_over(tiles.full(tile), lane);
+    leave(slots.empty(slot), lane);
   }
-};
+}
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -1194,9 +1151,8 @@ static __device__ __forceinline__ int rows_to(int nb, int first) {
 // Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
 u32 start;
 int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
 
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
+__device__ __forceinline__ Columns(u32 tile, int first) : first(first) {
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
@@ -1238,12 +1194,6 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513.
@@ -1252,12 +1202,11 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   wgmma_fence();
   pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
-  u32 done = weights.in_hand();
+  u32 done = weights.done;
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
   } else {
-    weights.end_stretch(steps);
     if (left) weights.load(a[0], 0);
     wgmma_wait<1>();
   }
@@ -1287,16 +1236,15 @@ static __device__ __forceinline__ int shift_of(int begin) {
 }
 
 template <int STEP>
-static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
+static __device__ __forceinline__ void multiply_one(typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, int lane) {
   S::step(acc, a, weights, pixels, shift_of<STEP / G::STEPS_PER_TAP>(begin), STEP, G::LONGEST_STRETCH, lane, left);
 }
 template <int... STEPS>
-static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, u32 behind, int lane) {
-  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, behind, lane), ...);
+static __device__ __forceinline__ void multiply_round(Sequence<STEPS...>, typename S::Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int begin, int left, int lane) {
+  (multiply_one<STEPS>(acc, a, weights, pixels, begin, left, lane), ...);
 }
 
 static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, Weights& weights, const Pixels& pixels, int lane) {
-  u32 full = pixels.full, empty = pixels.empty, behind = 0;  // `behind`: the plane that the last step may still read
   u32 a[C::fragment_sets][4];
   int entry = G::first_entry(variant, 0), left = (G::end_entry(variant, 0) - entry) / C::taps_unrolled;
   int next = begin_of(entry);
@@ -1306,8 +1254,7 @@ static __device__ __forceinline__ void multiply(int variant, Sums& acc, Sums&, W
     int begin = __shfl_sync(0xffffffffu, next, 0);
     entry += C::taps_unrolled;
     if (--left) next = begin_of(entry);
-    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, behind, lane);
-    behind = empty, full += 8, empty += 8;            // the last plane is the chunk's to give back
+    multiply_round(typename Counting<G::LONGEST_STRETCH>::type(), acc[0], a, weights, pixels, begin, left, lane);
   }
   wgmma_wait<0>();
 }
@@ -1526,8 +1473,6 @@ static __device__ __forceinline__ bool is_at(u32 misaligned) { return (misaligne
 //
 // Constants are Gather's C; sizes of the input are arguments.
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-
 template <class C_>
 struct Gather {
 using C = C_;
@@ -1535,28 +1480,43 @@ using G = GatherWork<C>;
 using Sizes = typename G::Sizes;
 using Type = typename G::Number::Type;
 using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
 static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
+// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+static constexpr int SLOTS = C::stages_s;
+using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
+using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
+using Ring = WeightRing<C>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Ring::BYTES;
+static constexpr int SLOTS_END = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
+static constexpr int CLAIMS_AT = BARRIERS_AT + Pixels::BARRIER_BYTES + Ring::BARRIER_BYTES + Slots::BARRIER_BYTES;
+
+struct Memory {
+  Pixels pixels;
+  Ring weights;
+  Slots slots;
+  u32 buffers;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  const u32 of_pixels = a + BARRIERS_AT, of_weights = of_pixels + Pixels::BARRIER_BYTES;
+  return {Pixels::at(a, of_pixels), Ring::at(a + RING_AT, of_weights), Slots::at(a + SLOTS_AT, of_weights + Ring::BARRIER_BYTES), a + SLOTS_END};
+}
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, const Memory& memory, int wg, int thread) {
   // By a shuffle ptxas knows that branches over a warp's number do not part it.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
+  u32 buffer = memory.buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
+  typename Pixels::Cursor cursor = {0, 0};
+  Fragments<C> weights(memory.weights, wg, thread);
   int turn = 0;
   typename G::Order order(s);
   if (wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
@@ -1578,18 +1538,15 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           opaque(acc[0][nb][i]);
         }
     named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
+    ;
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
+      Columns<C> pixels(memory.pixels.stage(cursor), first_subtile);
+      memory.pixels.wait_full(cursor);
       Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      give_back(memory.pixels.empty(cursor), lane);
     }
-    weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
     Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
@@ -1608,59 +1565,35 @@ struct Given {
 // The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < C::stages_p; i++) {
-    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, 4);
-  }
-  for (int i = 0; i < C::stages_s; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
 // All warps but the consumers'.
 template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
+static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const Memory& memory) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  bool alone = (threadIdx.x & 31) == 0;
   if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
-    load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+    turn_slots<G>(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+  } else if (warp == G::LOADER_WARP && alone) {
+    load_boxes<G>(maps, s, memory.slots);
+  } else if (warp == G::WEIGHTS_WARP && alone) {
+    stream_weights<C>(given.packed, s, memory.weights);
   }
 }
 
 template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
+static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, u32 base) {
+  const Memory memory = memory_at(base);
   s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < C::rows_h; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < 2) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - 2;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
-  }
+  run_block<2, G::CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        memory.pixels.init(G::PRODUCER_WARPS, 4);
+        memory.weights.init(1, 4);
+        memory.slots.init(1, G::PRODUCER_WARPS);
+        claims_init(s.claims);
+      },
+      [&] { bring(given, maps, s, memory); },
+      [&](int wg, int thread) {
+        consume(given.packed, given.bias, given.y, s, memory, wg, thread);
+      });
 }
 };
 
@@ -1673,7 +1606,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2256,15 +2189,14 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 64, first_w = -2, columns = 66, plane = 66, precision = 0, cin = 64, ck = 16, tile_n = 1;
-  static constexpr int tile_h = 4, tile_w = 64, rows_h = 6, offsets_d[1] = {0}, offsets_h[6] = {-2, -1, 0, 1, 2, 3};
-  static constexpr int planes = 1, stages_p = 2, stages_s = 2, fetch = 1, first_h = -2, box_units = 17, column_pad = 2;
-  static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, ring_fragments = 36;
-  static constexpr int cout = 64, taps = 9, w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6;
-  static constexpr int taps_unrolled = 3, fragment_sets = 3, entries[2] = {0, 9};
-  static constexpr int tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int round_shifts[3] = {0, 1, 2}, run_groups = 8, store_unit = 8, producer_registers = 48;
-  static constexpr int consumer_registers = 208;
+  static constexpr int cin_g = 64, first_w = -2, plane = 66, precision = 0, cin = 64, ck = 16, tile_h = 4, tile_w = 64;
+  static constexpr int rows_h = 6, planes = 1, stages_p = 2, stages_s = 2, fetch = 1, slot_boxes = 1;
+  static constexpr int slot_channel = 1632, slot_copied = 26112, slot_units = 17, first_h = -2, column_pad = 2;
+  static constexpr int cout_g = 64, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6, cout = 64, taps = 9;
+  static constexpr int w_subs = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, taps_unrolled = 3;
+  static constexpr int fragment_sets = 3, entries[2] = {0, 9}, tap_rows[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134};
+  static constexpr int tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0}, round_shifts[3] = {0, 1, 2}, run_groups = 8;
+  static constexpr int store_unit = 8, producer_registers = 48, consumer_registers = 208;
   static constexpr bool channels_last = false, resident = false, grad_input = false, queued = true, boxed = false;
   static constexpr bool claimed = true;
 };
@@ -2272,8 +2204,7 @@ struct Forward {
 // --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
-  static constexpr int first_w = 0, offsets_h[6] = {0, 1, 2, 3, 4, 5}, first_h = 0, column_pad = 0;
-  static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
+  static constexpr int first_w = 0, first_h = 0, column_pad = 0, tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
   static constexpr bool grad_input = true;
 };
 
@@ -2281,10 +2212,9 @@ struct GradInput : Forward {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
-  static constexpr int g_pitch = 76, tile_n = 1, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 64;
-  static constexpr int g_rows_h = 2, apart_h = 1, warpgroups = 3, units = 1, stages = 2, unrolled = 16, stack = 3;
-  static constexpr int row_classes = 1, line_bytes = 256, segment = 128, producer_registers = 56;
-  static constexpr int consumer_registers = 152;
+  static constexpr int g_pitch = 76, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 64, g_rows_h = 2;
+  static constexpr int apart_h = 1, warpgroups = 3, units = 1, stages = 2, unrolled = 16, stack = 3, row_classes = 1;
+  static constexpr int line_bytes = 256, segment = 128, producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 
@@ -2365,7 +2295,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({147456}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 195960), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 195936), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 6, 1, 16, 1},
@@ -2380,7 +2310,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({147456}, grad.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 195960), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 195936), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 6, 1, 16, 1},

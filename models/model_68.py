@@ -581,11 +581,11 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   __syncthreads();
   int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
     wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
   }
 }
@@ -614,17 +614,16 @@ __device__ __forceinline__ void zero(Sums (&sums)[N]) {
   for (int i = 0; i < N; i++) zero(sums[i]);
 }
 
-// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: forward, or
-// (`flipped`) the gradient for the input, which is the same with flipped taps. Without padding along W a row of the
-// result is longer than one of the source by as much as the kernel reaches; with as many zeros behind each of the
-// source's rows, place f of a slice's results, counted through its rows, has its taps of a slice of the kernel at
+// Joined: a transposed convolution without strides, NCHW, on tensor cores, whose rows are joined to one: the forward.
+// Without padding along W a row of the result is longer than one of the source by as much as the kernel reaches; with as
+// many zeros behind each of the source's rows, place f of a slice's results, counted through its rows, has its taps of a
+// slice of the kernel at
 //
 //     f - kh (dilation_h pitch) - kw dilation_w,       pitch: results of a row
 //
 // of the source's places. So a tile is `places` neighbouring places of whatever rows, of which none is wasted at an
 // image's right border, and a channel's results of a tile are neighbours in memory, stored 16 bytes a lane. (`gather`
 // has rectangles as tiles: it computes columns beyond the image, and its rows end in the middle of memory's sectors.)
-// `line`: one row of any length, of which a tile reads its part, and any padding.
 //
 // Channels of the result are M, places N: one matrix instruction has all of a consumer's, B is `span` rows of 32 bytes of
 // channels, and a tap is another first row. Weights are A, by descriptor, through a ring of `taps_of_stage` taps a stage.
@@ -715,12 +714,11 @@ static __device__ __forceinline__ Slices slices_of(const Tile& t, const Sizes& s
 }
 
 // Where a tile's slots begin in the source, and how many of a slot's places lie ahead of the tile's first with its
-// halo. Rows ahead of the first are -1 and so on; of a line a box begins at 16 bytes.
-struct Corner { int row, w, ahead; };
+// halo. Rows ahead of the first are -1 and so on.
+struct Corner { int row, ahead; };
 static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s) {
-  int f = t.f - halo(s);
-  int row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
-  return {row, 0, f - row * s.pitch};
+  int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
+  return {row, f - row * s.pitch};
 }
 static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
@@ -734,7 +732,7 @@ static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
 static __device__ __forceinline__ u32 unit_at(int row, int unit) { return row * 32 + ((unit ^ (row >> 2 & 1)) << 4); }  // swizzled
 
 // [block][chunk][slice][tap][channel of the result][32 bytes of channels, swizzled], zeros where there is none of
-// either. The weight is (C::cin, C::cout, kernel), flipped (C::cout, C::cin, kernel).
+// either. The weight is (C::cin, C::cout, kernel).
 template <class Write>
 static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   int unit = i % 2, row = i / 2 % ROWS_M, rest = i / (2 * ROWS_M), tap = rest % TAPS_IN_ALL, chunk = rest / TAPS_IN_ALL % CHUNKS;
@@ -789,7 +787,7 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
         u32 to = slots.stage(cursor), barrier = slots.full(cursor);
         slots.wait_empty(cursor);
         expect_bytes(barrier, BOX_BYTES);
-        int w = corner.w, c = chunk * CK;
+        int w = 0, c = chunk * CK;
         load_box(to, map, w, corner.row, d, c, t.n, barrier);
       }
   }
@@ -812,13 +810,13 @@ struct Turn16 {
     u32 from = slot + (half * 8 + own) * 128;
 #pragma unroll 1
     for (int i = lane >> 5; i < rows; i += C::warps_of_stage) {  // a row's box
-      int row = i, w = second * 8 + own, p = row * (s.pitch) + w - ahead;
+      int row = i, w = second * 8 + own, p = row * s.pitch + w - ahead;
       u32 at = from + row * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
       u32 v[4][4];
 #pragma unroll
       for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
 #pragma unroll
-      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && (w + j * 16 < s.pitch) ? to + j * 512 : trash, v[j]);
+      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && w + j * 16 < s.pitch ? to + j * 512 : trash, v[j]);
     }
     int behind = s.pitch - C::box_w;
 #pragma unroll 1
@@ -1140,42 +1138,31 @@ struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot,
 
 // What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
 // the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
-template <class C, int CHANNEL, int COPIED, int COUNT>
+template <class C>
 struct SlotOf {
-static constexpr int COPIED_BYTES = COPIED;             // of a box
-static constexpr int BOXES = COUNT;
-static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
-static constexpr int BYTES = BOXES * BOX_BYTES;
+static constexpr int BOXES = C::slot_boxes, COPIED_BYTES = C::slot_copied;
+static constexpr int BOX_BYTES = (C::slot_copied + 127) / 128 * 128, BYTES = BOX_BYTES;
+static constexpr int OTHERS = (C::ck - 1) * C::rows_h;  // rows of an image's other channels
 static __device__ __forceinline__ constexpr int map(int) { return 0; }
-static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
+static __device__ __forceinline__ constexpr int channel_at(int c) { return c * C::slot_channel; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
-static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
 };
 
-// --- rows by boxes ----------------------------------------------------------------------------------------------------
-
-// A slot is [box][image][channel][row][column]: boxes of C::box_units begin C::column_pad columns early, at whole units. There are several where
-// rows are longer than one.
+// [box][image][channel][row][column]: boxes of C::slot_units begin C::column_pad columns early, at whole units. There are several where rows are
+// longer than one.
 template <class C>
-struct BoxedRows {
-static constexpr int UNITS = (C::columns + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::rows_h * C::box_units * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
-};
-
-template <class C>
-struct Slot : BoxedRows<C>::Of {
+struct Slot : SlotOf<C> {
 using T = PixelTile<C>;
-using Of = typename BoxedRows<C>::Of;
-static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
+using Of = SlotOf<C>;
+static constexpr int BOX_COLUMNS = C::slot_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {at.w + r * BOX_COLUMNS, at.h, at.d, at.channel, at.n};
 }
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  int at_column = column, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, int segment, int image, int column, u32) {
+  int at_column = column;
   // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * C::rows_h) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+  u32 from = (segment + image * Of::OTHERS) * C::slot_units * 16 + at_column * 4;
   return {from, false};
 }
 };
@@ -1196,9 +1183,7 @@ struct Walk {
     chunk = 0;
     settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = K::tile_at(index, s);
@@ -1216,25 +1201,21 @@ struct Walk {
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
-template <class K, class Maps>
-__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+// The loader, one thread: ahead of everyone by as many stages of the ring, slots (NCHW) or tiles, as are free.
+template <class K, class Maps, class Ring>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, const Ring& ring) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
-#pragma unroll
-    for (int r = 0; r < Boxes::BOXES; r++) {
-      const Corner corner = Boxes::corner(at, s, r);
-      const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
-    }
+    ring.wait_empty(cursor);
+    expect_bytes(ring.full(cursor), Boxes::COPIED_BYTES);
+    const Corner corner = Boxes::corner(at, s, 0);
+    const int (&c)[5] = corner.at;
+    load_box(ring.stage(cursor), maps.of[0], c[0], c[1], c[2], c[3], c[4], ring.full(cursor));
   }
   walk.order.end();
 }
@@ -1257,7 +1238,7 @@ static __device__ __forceinline__ int pixel_row(int i) {
   return i;
 }
 
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, int thread) {
   plane = 0;
   ok = 0;
 #pragma unroll
@@ -1265,42 +1246,41 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / C::rows_h;
     if (thread + k * 192 >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    const SlotPlace place = Slot<C>::place(x, s, at, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
   }
 }
-};
 
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
+// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+template <bool ALIGNED>
+__device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const int channel = chunk * C::ck;
 #pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * 192);
     if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
+    u32 phase = from[k] >> 24, first = slot + (from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok;
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
+        bool have = 4294967295 >> k & 1;
+        u32 a = first + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
     }
   }
 }
+};
 
-// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
-
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
+// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout, whether they or the copy engine bring
+// pixels.
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 full, int lane) {
@@ -1309,35 +1289,25 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
   if (lane == 0) barrier_arrive(full);
 }
 
-template <class C>
-__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
-  int channel = chunk * C::ck;
-  u32 exist = 4294967295;
-  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-}
-
-// NCHW, boxes: slots land, threads turn them.
-template <class K>
-struct Producer {
+// NCHW: slots are turned. Boxes fill them; or threads, with a chunk ahead of the one that they turn.
+template <class K, class Tiles, class Slots>
+__device__ __forceinline__ void turn_slots(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    OwnPixels<C> own;
-    own.locate(x, s, typename K::Source(), segments, thread);
-    CursorOf<C::stages_s> slot = {0, 0};
+  int lane = thread & 31;
+  OwnPixels<C> own;
+  Walk<K> now(s), ahead(s);
+  typename Tiles::Cursor tile = {0, 1};
+  typename Slots::Cursor slot = {0, 0};
+  own.locate(x, s, typename K::Source(), thread);
 #pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-    }
+  for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+    slots.wait_full(slot);
+    tiles.wait_empty(tile);
+    own.template turn<true>(now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+    hand_over(tiles.full(tile), lane);
+    leave(slots.empty(slot), lane);
   }
-};
+}
 
 
 // Of precision P and COUT channels; a block has COLUMNS. WIDE: lanes store 16 bytes of float32 each.
@@ -1798,10 +1768,9 @@ static __device__ __forceinline__ void produce(const Work<Sweep>& work) {
   const Ring pixels = ring_of(work.memory, 0);
   const Slots slots = slots_of(work.memory);
   if (warp < PRODUCER_WARPS) {
-    const PixelBarriers barriers = {pixels.full_at, pixels.empty_at, slots.full_at, slots.empty_at};
-    Producer<Sweep>::produce(nullptr, s, nullptr, pixels.stages, slots.stages, barriers, threadIdx.x);
+    turn_slots<Sweep>(nullptr, s, pixels, slots, threadIdx.x);
   } else if (warp == T::LOADER_WARP && (threadIdx.x & 31) == 0) {
-    load_boxes<Sweep>(work.maps, s, slots.stages, slots.full_at, slots.empty_at);
+    load_boxes<Sweep>(work.maps, s, slots);
   } else if (warp == T::WEIGHTS_WARP && (threadIdx.x & 31) == 0) {
     stream_weights(work.packed, s, weights_of(work.memory));
   }
@@ -2333,11 +2302,11 @@ struct Forward {
 // --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput {
-  static constexpr int cin_g = 64, columns = 20, plane = 20, precision = 0, cin = 64, ck = 8, tile_n = 1, tile_d = 1;
-  static constexpr int tile_h = 13, tile_w = 16, rows_h = 17, planes = 1, stages_p = 3, stages_s = 3, fetch = 1;
-  static constexpr int box_units = 5, column_pad = 0, cout = 32, producer_registers = 48, consumer_registers = 208;
-  static constexpr int nb = 2, taps = 25, slots = 3, slot_columns = 32, b_columns = 96, first_slot = -2;
-  static constexpr int tap_entries = 25;
+  static constexpr int cin_g = 64, plane = 20, precision = 0, cin = 64, ck = 8, tile_d = 1, tile_h = 13, tile_w = 16;
+  static constexpr int rows_h = 17, planes = 1, stages_p = 3, stages_s = 3, fetch = 1, slot_boxes = 1;
+  static constexpr int slot_channel = 1360, slot_copied = 10880, slot_units = 5, column_pad = 0, cout = 32;
+  static constexpr int producer_registers = 48, consumer_registers = 208, nb = 2, taps = 25, slots = 3;
+  static constexpr int slot_columns = 32, b_columns = 96, first_slot = -2, tap_entries = 25;
   static constexpr int tap_rows[25] = {0, 1, 2, 3, 4, 20, 21, 22, 23, 24, 40, 41, 42, 43, 44, 60, 61, 62, 63, 64, 80, 81, 82, 83, 84};
   static constexpr int tap_indices[25] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24};
   static constexpr int stages = 3, stages_w = 4, w_stage = 12;
@@ -2347,11 +2316,11 @@ struct GradInput {
 // --- constants: gradient for the weight ------------------------------------------------------------------------------
 
 struct GradWeight {
-  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, tile_n = 1;
-  static constexpr int kernel_d = 3, dilation_d = 1, taps_d = 3, tile_d = 4, kernel_h = 5, taps_h = 5, tile_h = 2;
-  static constexpr int kernel_w = 5, sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2, warpgroups = 3, units = 1;
-  static constexpr int stages = 2, unrolled = 16, stack = 5, row_classes = 1, line_bytes = 64, segment = 64;
-  static constexpr int g_width = 32, producer_registers = 56, consumer_registers = 152;
+  static constexpr int precision = 0, cin = 32, cout = 64, block_ci = 32, block_co = 64, g_pitch = 20, kernel_d = 3;
+  static constexpr int dilation_d = 1, taps_d = 3, tile_d = 4, kernel_h = 5, taps_h = 5, tile_h = 2, kernel_w = 5;
+  static constexpr int sets_w = 5, tile_w = 16, g_rows_d = 6, g_rows_h = 2, warpgroups = 3, units = 1, stages = 2;
+  static constexpr int unrolled = 16, stack = 5, row_classes = 1, line_bytes = 64, segment = 64, g_width = 32;
+  static constexpr int producer_registers = 56, consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 

@@ -463,11 +463,11 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   __syncthreads();
   int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
     wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
   }
 }
@@ -517,13 +517,13 @@ template <int N> struct WgmmaOf;
 WGMMA_WIDTH(32, NUMBERS_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", SUMS_FROM(0))
 WGMMA_WIDTH(128, NUMBERS_0 "," NUMBERS_1 "," NUMBERS_2 "," NUMBERS_3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", SUMS_FROM(0), SUMS_FROM(16), SUMS_FROM(32), SUMS_FROM(48))
 
-// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done.
+// The order of a block's tiles. It says which is the first, and which follows one; the loader's also when it is done. A kernel K has an `Order` for
+// warps, one for a thread alone (`AloneOrder`), and one for its loader (`LoaderOrder`).
 
 // Tiles that blocks claim as they come to them: one thread of a block, which loads its pixels, asks a counter for the next, and tells
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
 
 __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
@@ -593,8 +593,6 @@ __device__ constexpr Table<T, N> table_of(const int (&of)[N]) {
 }
 
 
-template <class C> __constant__ const auto ROW_D = table_of<int>(C::offsets_d);  // input offset of a tile's rows
-template <class C> __constant__ const auto ROW_H = table_of<int>(C::offsets_h);
 template <class C> __constant__ const auto RESIDUE = table_of<int>(C::residues);  // of a tile's columns, counted from the first, by plane
 
 // Tensor maps of the input.
@@ -663,11 +661,6 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
   return {t.n, t.d, t.h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return i << 24 | (ROW_D<C>[0] & 0xfff) << 12 | (ROW_H<C>[0] & 0xfff);
-}
-
 };
 
 // Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
@@ -695,9 +688,7 @@ struct Walk {
     chunk = 0;
     settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    return index < s.tiles;
-  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = K::tile_at(index, s);
@@ -721,6 +712,7 @@ struct Orders;
 template <class C, class Sizes>
 struct Orders<C, Sizes, true> {
   using Order = Told<Sizes, false>;
+  using AloneOrder = Told<Sizes, true>;
   using LoaderOrder = Claiming<Sizes, C::resident ? C::m_groups : 1>;  // resident weights are of one M-group
 };
 
@@ -734,6 +726,7 @@ static constexpr int MB = C::mb;                        // blocks of 64 rows of 
 static constexpr int W_SUBTILES = C::tile_w / C::sub_w;
 static constexpr int SUBTILES = C::tile_n * W_SUBTILES;  // of 64 pixels
 static constexpr int NB = C::split == 0 ? SUBTILES / 2 : SUBTILES;  // a consumer's
+static constexpr int WGS_M = 1;
 static constexpr int RELEASES = C::split == 2 ? 1 : 2;  // consumers that read a stage
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS;
@@ -766,6 +759,7 @@ static __device__ __forceinline__ typename T::Source source_of(const Tile& t, in
 static __device__ __forceinline__ int first_entry(int variant, int block = 0) { return ENTRY<C>[variant * (C::mb + 1) + block]; }
 static __device__ __forceinline__ int end_entry(int variant, int block = C::mb - 1) { return ENTRY<C>[variant * (C::mb + 1) + block + 1]; }
 static __device__ __forceinline__ int entries_of(int variant) { return end_entry(variant) - first_entry(variant); }
+static __device__ __forceinline__ int stretch_of(int variant) { return entries_of(variant) * T::K_STEPS; }
 static __device__ __forceinline__ int chunks_of(int variant) { return entries_of(variant) ? T::CHUNKS : 0; }  // 0: only the bias
 
 static __device__ __forceinline__ int end_chunk(int variant) {
@@ -856,14 +850,13 @@ template <class C>
 struct WeightsOf {
 using G = GatherWork<C>;
 using Memory = const char*;
-struct Source { const char *packed, *at; };
+using Source = const char*;
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t, int chunk) { return fragments_of<C>(packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
@@ -871,57 +864,67 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_s
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
+template <class C>
+using WeightRing = RingOf<C::stages_w, C::w_stage * GatherWork<C>::WGS_M * GatherWork<C>::FRAGMENT>;
+
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
 // Every tile's weights stream through.
-// A chunk is a stage, one behind the other, loaded once.
+// The ring has all stages of a tile, which are filled once and stay.
 template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, const WeightRing<C>& ring) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  {
-    if (blockIdx.x >= s.tiles) return;
-    const typename G::Tile t = G::tile_at(blockIdx.x, s);
-    typename W::Source from = W::source_of(memory, t);
-    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
-    if (bytes == 0) return;
+  typename G::AloneOrder order(s);
+  typename WeightRing<C>::Cursor cursor = {0, 1};
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
-      W::begin_chunk(from, t, chunk);
-      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    const typename G::Tile t = G::tile_at(index, s);
+#pragma unroll 1
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
+      typename W::Source from = W::source_of(memory, t, chunk);
+#pragma unroll 1
+      for (int i = 1; i > 0; i--) {
+#pragma unroll 1
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * G::FRAGMENT;
+          ring.wait_empty(cursor);
+          W::bring(ring.stage(cursor), from, bytes, ring.full(cursor));
+        }
+      }
     }
+    return;
   }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
 template <class C>
-struct Fragments {                       // resident
+struct Fragments {                             // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
-u32 ring, full;                                         // this thread's part of its first fragment; barriers
-u32 at;                                                 // of the stretch's first fragment
-bool first;                                             // the first tile waits for the weights
+WeightRing<C> ring;
+u32 part;                                               // this thread's of a stage
+CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
+u32 at;                                                 // its part of the stage in hand
+u32 done;                                               // the barrier that says that this is free
+bool later = false, all = false;                        // [resident] than the first tile; all stages have come
 
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
-__device__ __forceinline__ void begin_chunk(int chunk) {
-  if (first) barrier_wait(full + chunk * 8, 0);
+__device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
+__device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
+// A stage is waited for with its first fragment.
+__device__ __forceinline__ void load(u32 (&a)[4], int i) {
+  if (i % C::w_stage == 0) {
+    if (!all) ring.wait_full(cursor);
+    at = ring.stage(cursor) + part, done = ring.empty(cursor);
+    cursor.next();
+  }
+  W::load(a, at, i % C::w_stage);
 }
-__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
-__device__ __forceinline__ void end_stretch(int steps) { at += steps * G::FRAGMENT; }
-__device__ __forceinline__ void end() { first = false; }
-__device__ __forceinline__ void skip(int) {}
-// The barrier of the stage in hand.
-__device__ __forceinline__ u32 in_hand() const { return 0; }
 };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
-
-// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
-template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
 
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
@@ -932,9 +935,8 @@ using C = C_;
 using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
+static constexpr int TAPS_IN_ALL = C::taps;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
@@ -969,42 +971,31 @@ struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot,
 
 // What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
 // the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
-template <class C, int CHANNEL, int COPIED, int COUNT>
+template <class C>
 struct SlotOf {
-static constexpr int COPIED_BYTES = COPIED;             // of a box
-static constexpr int BOXES = COUNT;
-static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
-static constexpr int BYTES = BOXES * BOX_BYTES;
+static constexpr int BOXES = C::slot_boxes, COPIED_BYTES = C::slot_copied;
+static constexpr int BOX_BYTES = (C::slot_copied + 127) / 128 * 128, BYTES = C::slot_boxes * BOX_BYTES;
+static constexpr int OTHERS = (C::ck - 1);  // rows of an image's other channels
 static __device__ __forceinline__ constexpr int map(int) { return 0; }
-static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
+static __device__ __forceinline__ constexpr int channel_at(int c) { return c * C::slot_channel; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
-static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
 };
 
-// --- rows by boxes ----------------------------------------------------------------------------------------------------
-
-// A slot is [box][image][channel][row][column]: boxes of C::box_units begin C::column_pad columns early, at whole units. There are several where
-// rows are longer than one.
+// [box][image][channel][row][column]: boxes of C::slot_units begin C::column_pad columns early, at whole units. There are several where rows are
+// longer than one.
 template <class C>
-struct BoxedRows {
-static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::box_units * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
-};
-
-template <class C>
-struct Slot : BoxedRows<C>::Of {
+struct Slot : SlotOf<C> {
 using T = PixelTile<C>;
-using Of = typename BoxedRows<C>::Of;
-static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
+using Of = SlotOf<C>;
+static constexpr int BOX_COLUMNS = C::slot_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {at.w - C::column_pad + r * BOX_COLUMNS, at.h, at.d, at.channel, at.n};
 }
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1)) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, int segment, int image, int column, u32) {
+  int at_column = column + C::column_pad, box = C::slot_boxes > 1 ? at_column / BOX_COLUMNS : 0;
+  if (C::slot_boxes > 1 && C::in_step_w > 1 && box == C::slot_boxes) box--;  // a column that only fills a plane up
+  u32 from = box * Of::BOX_BYTES + (segment + image * Of::OTHERS) * C::slot_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
   return {from, false};
 }
 };
@@ -1013,24 +1004,23 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
-template <class K, class Maps>
-__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+// The loader, one thread: ahead of everyone by as many stages of the ring, slots (NCHW) or tiles, as are free.
+template <class K, class Maps, class Ring>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, const Ring& ring) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
+    ring.wait_empty(cursor);
+    expect_bytes(ring.full(cursor), Boxes::BOXES * Boxes::COPIED_BYTES);
 #pragma unroll
     for (int r = 0; r < Boxes::BOXES; r++) {
       const Corner corner = Boxes::corner(at, s, r);
       const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
+      load_box(ring.stage(cursor) + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], ring.full(cursor));
     }
   }
   walk.order.end();
@@ -1054,7 +1044,7 @@ static __device__ __forceinline__ int pixel_row(int i) {
   return i;
 }
 
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, int thread) {
   plane = 0;
   ok = 0;
 #pragma unroll
@@ -1062,42 +1052,41 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment;
     if (thread + k * 192 >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    const SlotPlace place = Slot<C>::place(x, s, at, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
   }
 }
-};
 
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
+// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+template <bool ALIGNED>
+__device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const int channel = chunk * C::ck;
 #pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * 192);
     if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
+    u32 phase = from[k] >> 24, first = slot + (from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok;
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
+        bool have = 4294967295 >> k & 1;
+        u32 a = first + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
     }
   }
 }
+};
 
-// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
-
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
+// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout, whether they or the copy engine bring
+// pixels.
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 full, int lane) {
@@ -1106,35 +1095,25 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
   if (lane == 0) barrier_arrive(full);
 }
 
-template <class C>
-__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
-  int channel = chunk * C::ck;
-  u32 exist = 4294967295;
-  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-}
-
-// NCHW, boxes: slots land, threads turn them.
-template <class K>
-struct Producer {
+// NCHW: slots are turned. Boxes fill them; or threads, with a chunk ahead of the one that they turn.
+template <class K, class Tiles, class Slots>
+__device__ __forceinline__ void turn_slots(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    OwnPixels<C> own;
-    own.locate(x, s, typename K::Source(), segments, thread);
-    CursorOf<C::stages_s> slot = {0, 0};
+  int lane = thread & 31;
+  OwnPixels<C> own;
+  Walk<K> now(s), ahead(s);
+  typename Tiles::Cursor tile = {0, 1};
+  typename Slots::Cursor slot = {0, 0};
+  own.locate(x, s, typename K::Source(), thread);
 #pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-    }
+  for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+    slots.wait_full(slot);
+    tiles.wait_empty(tile);
+    own.template turn<true>(now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+    hand_over(tiles.full(tile), lane);
+    leave(slots.empty(slot), lane);
   }
-};
+}
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -1170,9 +1149,8 @@ static __device__ __forceinline__ int rows_to(int nb, int first) {
 // Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
 u32 start;
 int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
 
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
+__device__ __forceinline__ Columns(u32 tile, int first) : first(first) {
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
@@ -1214,12 +1192,6 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513.
@@ -1227,7 +1199,7 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   wgmma_fence();
   pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
-  u32 done = weights.in_hand();
+  u32 done = weights.done;
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
@@ -1267,7 +1239,6 @@ static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets&
 template <int VARIANT, int... STEPS>
 static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
@@ -1534,8 +1505,6 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
 //
 // Constants are Gather's C; sizes of the input are arguments.
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-
 template <class C_>
 struct Gather {
 using C = C_;
@@ -1543,7 +1512,6 @@ using G = GatherWork<C>;
 using Sizes = typename G::Sizes;
 using Type = typename G::Number::Type;
 using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
 static constexpr bool IN_TURN = C::split == 2;
@@ -1551,21 +1519,37 @@ static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
+// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+static constexpr int SLOTS = C::stages_s;
+using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
+using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
+using Ring = WeightRing<C>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Ring::BYTES;
+static constexpr int SLOTS_END = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + C::stages_s);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + CLAIMS_BYTES;
+static constexpr int CLAIMS_AT = BARRIERS_AT + Pixels::BARRIER_BYTES + Ring::BARRIER_BYTES + Slots::BARRIER_BYTES;
+
+struct Memory {
+  Pixels pixels;
+  Ring weights;
+  Slots slots;
+  u32 buffers;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  const u32 of_pixels = a + BARRIERS_AT, of_weights = of_pixels + Pixels::BARRIER_BYTES;
+  return {Pixels::at(a, of_pixels), Ring::at(a + RING_AT, of_weights), Slots::at(a + SLOTS_AT, of_weights + Ring::BARRIER_BYTES), a + SLOTS_END};
+}
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, const Memory& memory, int wg, int thread) {
   // By a shuffle ptxas knows that branches over a warp's number do not part it.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = C::split == 0 ? wg * G::NB : 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
+  u32 buffer = memory.buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
+  typename Pixels::Cursor cursor = {0, 0};
+  Fragments<C> weights(memory.weights, wg, thread);
   int turn = 0;
   typename G::Order order(s);
   if (IN_TURN && wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
@@ -1577,7 +1561,6 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int chunks = G::end_chunk(t.variant);
     if (IN_TURN && (turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1589,18 +1572,15 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           opaque(acc[0][nb][i]);
         }
     if (IN_TURN) named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
+    weights.begin();
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
+      Columns<C> pixels(memory.pixels.stage(cursor), first_subtile);
+      memory.pixels.wait_full(cursor);
       Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      give_back(memory.pixels.empty(cursor), lane);
     }
-    weights.end();
     if (IN_TURN) named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     if (EARLY) following = order.next(index, s);
     auto& sums = acc;
@@ -1620,59 +1600,35 @@ struct Given {
 // The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < C::stages_p; i++) {
-    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, G::RELEASES * 4);
-  }
-  for (int i = 0; i < C::stages_s; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
 // All warps but the consumers'.
 template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
+static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const Memory& memory) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  bool alone = (threadIdx.x & 31) == 0;
   if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (warp == G::LOADER_WARP && (thread & 31) == 0) {
-    load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+    turn_slots<G>(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+  } else if (warp == G::LOADER_WARP && alone) {
+    load_boxes<G>(maps, s, memory.slots);
+  } else if (warp == G::WEIGHTS_WARP && alone) {
+    stream_weights<C>(given.packed, s, memory.weights);
   }
 }
 
 template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + C::stages_s)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
+static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, u32 base) {
+  const Memory memory = memory_at(base);
   s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < C::tile_n; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < 2) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - 2;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
-  }
+  run_block<2, G::CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        memory.pixels.init(G::PRODUCER_WARPS, G::RELEASES * 4);
+        memory.weights.init(1, G::RELEASES * 4);
+        memory.slots.init(1, G::PRODUCER_WARPS);
+        claims_init(s.claims);
+      },
+      [&] { bring(given, maps, s, memory); },
+      [&](int wg, int thread) {
+        consume(given.packed, given.bias, given.y, s, memory, wg, thread);
+      });
 }
 };
 
@@ -1685,7 +1641,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2248,13 +2204,13 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 // --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int cin_g = 32, first_w = -1, columns = 130, plane = 130, precision = 0, cin = 32, ck = 32;
-  static constexpr int tile_n = 2, tile_w = 128, in_step_w = 1, offsets_d[1] = {0}, offsets_h[1] = {0}, planes = 1;
-  static constexpr int residues[1] = {0}, stages_p = 2, stages_s = 3, fetch = 1, box_units = 34, column_pad = 3;
-  static constexpr int cout_g = 64, split = 2, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 6;
-  static constexpr int ring_fragments = 12, out_step_w = 2, cout = 64, taps = 3, sub_w = 64, w_subs = 2;
-  static constexpr int blocks_of_w[2] = {-1, 0}, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1;
-  static constexpr int fragment_sets = 3, entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0};
+  static constexpr int cin_g = 32, first_w = -1, plane = 130, precision = 0, cin = 32, ck = 32, tile_n = 2;
+  static constexpr int tile_w = 128, in_step_w = 1, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 3;
+  static constexpr int fetch = 1, slot_boxes = 1, slot_channel = 544, slot_copied = 34816, slot_units = 34;
+  static constexpr int column_pad = 3, cout_g = 64, split = 2, mb = 1, rows_per_sub = 64, m_groups = 1, w_stage = 12;
+  static constexpr int out_step_w = 2, cout = 64, taps = 3, sub_w = 64, w_subs = 2, blocks_of_w[2] = {-1, 0};
+  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 1, fragment_sets = 3;
+  static constexpr int entries[2] = {0, 3}, tap_rows[3] = {0, 1, 2}, tap_indices[3] = {2, 1, 0};
   static constexpr int first_of_stretches[1] = {0}, run_groups = 8, producer_registers = 48, consumer_registers = 208;
   static constexpr bool channels_last = false, resident = true, grad_input = false, boxed = false, claimed = true;
 };
@@ -2262,9 +2218,10 @@ struct Forward {
 // --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
-  static constexpr int cin_g = 64, columns = 259, cin = 64, ck = 16, in_step_w = 2, box_units = 33, cout_g = 32;
-  static constexpr int split = 0, ring_fragments = 24, out_step_w = 1, cout = 32, w_subs = 1, blocks_of_w[1] = {0};
-  static constexpr int stages_w = 4, tap_indices[3] = {0, 1, 2}, run_groups = 16;
+  static constexpr int cin_g = 64, cin = 64, ck = 16, in_step_w = 2, slot_boxes = 2, slot_channel = 528;
+  static constexpr int slot_copied = 16896, slot_units = 33, cout_g = 32, split = 0, w_stage = 6, out_step_w = 1;
+  static constexpr int cout = 32, w_subs = 1, blocks_of_w[1] = {0}, stages_w = 4, tap_indices[3] = {0, 1, 2};
+  static constexpr int run_groups = 16;
   static constexpr bool grad_input = true;
 };
 
@@ -2356,7 +2313,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({24576}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<6, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 231720), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 231712), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{136, 1, 1, 32, 2},
@@ -2371,7 +2328,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const at::Tensor packed = at::empty({49152}, grad.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<12, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 220504), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 220496), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{132, 1, 1, 16, 2},

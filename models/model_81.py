@@ -482,11 +482,11 @@ __device__ __forceinline__ void run_block(const Init& init, const Produce& produ
   __syncthreads();
   int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (PRODUCERS == 1 ? warpgroup == 0 : warpgroup < PRODUCERS) {  // (a test for 0 takes an instruction less)
-    fewer_registers<PRODUCER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) fewer_registers<PRODUCER_REGISTERS>();
     produce();
   } else {
     wait_for_results();
-    more_registers<CONSUMER_REGISTERS>();
+    if constexpr (PRODUCER_REGISTERS > 0) more_registers<CONSUMER_REGISTERS>();
     consume(warpgroup - PRODUCERS, thread);
   }
 }
@@ -551,7 +551,6 @@ struct DealtOut {
 // the others through a ring in shared memory. Dealt out evenly, the last blocks are late by 2 to 11% of the time where memory bounds:
 // multiprocessors differ in their share of its bandwidth. What a tile's results are does not depend on who computes them.
 constexpr int CLAIMS = 16;                       // places of the ring
-constexpr int CLAIMS_BYTES = CLAIMS * 12;        // of shared memory: barriers, then tiles
 
 __device__ __forceinline__ void claims_init(u32 ring) {
   for (int i = 0; i < CLAIMS; i++) barrier_init(ring + 8 * i, 1);
@@ -698,19 +697,13 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
   return {t.n, t.d, t.h * C::in_step_h, t.w * C::in_step_w + C::first_w, t.group * C::cin_g + chunk * C::ck, C::cin_g - chunk * C::ck};
 }
 
-// A segment's offsets from there, in a word of shared memory: image, D and H.
-static __device__ __forceinline__ int pack_segment(int i) {
-  return (i / C::rows_h) << 24 | (ROW_D<C>[0] & 0xfff) << 12 | (ROW_H<C>[i % C::rows_h] & 0xfff);
-}
-static __device__ __forceinline__ int offset_d(int packed) { return (packed << 8) >> 20; }
-static __device__ __forceinline__ int offset_h(int packed) { return (packed << 20) >> 20; }
-
-// The segment's (n, d, h), and whether that row of the input exists.
-static __device__ __forceinline__ bool row_of(const Source& at, const Sizes& s, int packed, int& n, int& d, int& h) {
-  n = at.n + (packed >> 24);
-  d = at.d + offset_d(packed);
-  h = at.h + offset_h(packed);
-  return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h;
+// The row of the input that a segment of the tile has, and whether it exists.
+struct Row {
+  int n, d, h;
+  __device__ __forceinline__ bool exists(const Sizes& s) const { return n < s.batch && (u32)d < (u32)s.in_d && (u32)h < (u32)s.in_h; }
+};
+static __device__ __forceinline__ Row row_of(const Source& at, int segment) {
+  return {at.n + segment / C::rows_h, at.d + ROW_D<C>[0], at.h + ROW_H<C>[segment % C::rows_h]};
 }
 };
 
@@ -737,13 +730,9 @@ struct Walk {
   __device__ __forceinline__ void begin(const Sizes& s) {
     index = order.first(s);
     chunk = 0;
-    if constexpr (K::SHARES > 1) tile = K::tile_at(index, s);
-    else settle(s);
+    settle(s);
   }
-  __device__ __forceinline__ bool live(const Sizes& s) const {
-    if constexpr (K::SHARES > 1) return index < s.tiles && chunk < K::end_chunk(tile, s);
-    else return index < s.tiles;
-  }
+  __device__ __forceinline__ bool live(const Sizes& s) const { return index < s.tiles; }
   __device__ __forceinline__ void settle(const Sizes& s) {  // past tiles without chunks
     while (index < s.tiles) {
       tile = K::tile_at(index, s);
@@ -753,8 +742,7 @@ struct Walk {
     }
   }
   __device__ __forceinline__ void next(const Sizes& s) {
-    if constexpr (K::SHARES > 1) chunk++;
-    else if (++chunk >= K::CHUNKS) settle(s);
+    if (++chunk >= K::CHUNKS) settle(s);
   }
 };
 
@@ -762,8 +750,8 @@ struct Walk {
 
 template <class C> __constant__ const auto ENTRY = table_of<int>(C::entries);     // [variant][mb + 1]: where a block's taps begin
 
-template <class C> __constant__ const auto ORIGIN_D = table_of<short>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
-template <class C> __constant__ const auto ORIGIN_H = table_of<short>(C::origins_h);
+template <class C> __constant__ const auto ORIGIN_D = table_of<int>(C::origins_d);  // [variant], C::own_rows: from where its tiles' rows count
+template <class C> __constant__ const auto ORIGIN_H = table_of<int>(C::origins_h);
 
 // The orders of a block's roles.
 template <class C, class Sizes, bool CLAIMED = C::claimed>
@@ -788,6 +776,7 @@ using Sizes = typename T::Sizes;
 static constexpr int MB = C::mb;                        // blocks of 64 rows of an M-group
 static constexpr int SUBTILES = C::tile_n;  // of 64 pixels
 static constexpr int NB = SUBTILES;  // a consumer's
+static constexpr int WGS_M = 1;
 static constexpr int FRAGMENT = 64 * 32;                // bytes: 64 rows of 32 bytes of K
 static constexpr int STEPS_PER_TAP = T::K_STEPS;
 static constexpr int ENTRIES = C::entries[C::variants * (C::mb + 1) - 1];  // of all variants
@@ -914,14 +903,13 @@ template <class C>
 struct WeightsOf {
 using G = GatherWork<C>;
 using Memory = const char*;
-struct Source { const char *packed, *at; };
+using Source = const char*;
 
-static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile&) { return {packed, packed}; }
-static __device__ __forceinline__ void begin_chunk(Source& from, const typename G::Tile& t, int chunk) { from.at = fragments_of<C>(from.packed, t, chunk); }
+static __device__ __forceinline__ Source source_of(const char* packed, const typename G::Tile& t, int chunk) { return fragments_of<C>(packed, t, chunk); }
 static __device__ __forceinline__ void bring(u32 to, Source& from, u32 bytes, u32 barrier) {
   expect_bytes(barrier, bytes);
-  copy_bulk(to, from.at, bytes, barrier);
-  from.at += bytes;
+  copy_bulk(to, from, bytes, barrier);
+  from += bytes;
 }
 static __device__ __forceinline__ u32 part_of(int wg, int thread) { return thread * 16; }
 static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_shared_128(a, at + i * G::FRAGMENT); }
@@ -929,112 +917,70 @@ static __device__ __forceinline__ void load(u32 (&a)[4], u32 at, int i) { load_s
 
 // --- one thread fills the ring ----------------------------------------------------------------------------------------
 
+template <class C>
+using WeightRing = RingOf<C::stages_w, C::w_stage * GatherWork<C>::WGS_M * GatherWork<C>::FRAGMENT>;
+
 // A stage of the ring holds C::w_stage fragments of a stretch, its last one what is left, so that the code knows where stages begin.
 // Every tile's weights stream through.
-// A chunk is a stage, one behind the other, loaded once.
+// The ring has all stages of a tile, which are filled once and stay.
 template <class C>
-__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, u32 ring, u32 full, u32 empty) {
+__device__ __forceinline__ void stream_weights(const typename WeightsOf<C>::Memory& memory, const typename GatherWork<C>::Sizes& s, const WeightRing<C>& ring) {
   using G = GatherWork<C>;
   using W = WeightsOf<C>;
-  constexpr int STEP_BYTES = G::FRAGMENT;
   wait_for_results();                                   // of `pack`
-  if constexpr (C::resident) {
-    if (blockIdx.x >= s.tiles) return;
-    const typename G::Tile t = G::tile_at(blockIdx.x, s);
-    typename W::Source from = W::source_of(memory, t);
-    u32 bytes = G::entries_of(t.variant) * G::STEPS_PER_TAP * STEP_BYTES;
-    if (bytes == 0) return;
+  typename G::AloneOrder order(s);
+  typename WeightRing<C>::Cursor cursor = {0, 1};
 #pragma unroll 1
-    for (int chunk = 0; chunk < G::CHUNKS; chunk++) {
-      W::begin_chunk(from, t, chunk);
-      W::bring(ring + chunk * bytes, from, bytes, full + chunk * 8);
-    }
-  } else {
-    typename G::AloneOrder order(s);
-    CursorOf<C::stages_w> cursor = {0, 1};
+  for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
+    const typename G::Tile t = G::tile_at(index, s);
 #pragma unroll 1
-    for (int index = order.first(s); index < s.tiles; index = order.next(index, s)) {
-      const typename G::Tile t = G::tile_at(index, s);
-      typename W::Source from = W::source_of(memory, t);
+    for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
+      typename W::Source from = W::source_of(memory, t, chunk);
 #pragma unroll 1
-      for (int chunk = 0; chunk < G::end_chunk(t.variant); chunk++) {
-        W::begin_chunk(from, t, chunk);
+      for (int i = 1; i > 0; i--) {
 #pragma unroll 1
-        for (int i = 1; i > 0; i--) {
-#pragma unroll 1
-          for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
-            u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES;
-            barrier_wait(empty + cursor.stage * 8, cursor.parity);
-            W::bring(ring + cursor.stage * (C::w_stage * STEP_BYTES), from, bytes, full + cursor.stage * 8);
-          }
+        for (int left = G::stretch_of(t.variant); left > 0; left -= C::w_stage, cursor.next()) {
+          u32 bytes = (left < C::w_stage ? left : C::w_stage) * G::FRAGMENT;
+          ring.wait_empty(cursor);
+          W::bring(ring.stage(cursor), from, bytes, ring.full(cursor));
         }
       }
     }
+    if (C::resident) return;
   }
 }
 
 // --- the consumers' side ----------------------------------------------------------------------------------------------
 
-// All ways have `begin` (a tile), `begin_chunk`, `load` (fragment i of a stretch), `end_stretch`, `end` and `skip` (a tile).
-template <class C, bool RING = C::wgmma, bool RESIDENT = C::resident>
-struct Fragments;
-
 template <class C>
-struct Fragments<C, true, true> {                       // resident
+struct Fragments {                             // from the ring
 using G = GatherWork<C>;
 using W = WeightsOf<C>;
-u32 ring, full;                                         // this thread's part of its first fragment; barriers
-u32 at;                                                 // of the stretch's first fragment
-bool first;                                             // the first tile waits for the weights
-
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), first(true) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) { at = ring; }
-__device__ __forceinline__ void begin_chunk(int chunk) {
-  if (first) barrier_wait(full + chunk * 8, 0);
-}
-__device__ __forceinline__ void load(u32 (&a)[4], int i) { W::load(a, at, i); }
-__device__ __forceinline__ void end_stretch(int steps) { at += steps * G::FRAGMENT; }
-__device__ __forceinline__ void end() { first = false; }
-__device__ __forceinline__ void skip(int) {}
-// The barrier of the stage in hand.
-__device__ __forceinline__ u32 in_hand() const { return 0; }
-};
-
-template <class C>
-struct Fragments<C, true, false> {                      // from the ring
-using G = GatherWork<C>;
-using W = WeightsOf<C>;
-u32 ring, full, empty;                                  // this thread's part of its first fragment; barriers
+WeightRing<C> ring;
+u32 part;                                               // this thread's of a stage
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
-u32 at;                                                 // of the first fragment of the stage in hand
-u32 done;                                               // the barrier that says that it is free
+u32 at;                                                 // its part of the stage in hand
+u32 done;                                               // the barrier that says that this is free
+bool later = false, all = false;                        // [resident] than the first tile; all stages have come
 
-__device__ __forceinline__ Fragments(u32 ring, u32 full, u32 empty, int wg, int thread) : ring(ring + W::part_of(wg, thread)), full(full), empty(empty), cursor({0, 0}) {}
-__device__ __forceinline__ void begin(const char*, const typename G::Tile&) {}
-__device__ __forceinline__ void begin_chunk(int) {}
+__device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
+__device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
 // A stage is waited for with its first fragment.
 __device__ __forceinline__ void load(u32 (&a)[4], int i) {
   if (i % C::w_stage == 0) {
-    barrier_wait(full + cursor.stage * 8, cursor.parity);
-    at = ring + cursor.stage * (C::w_stage * G::FRAGMENT);
-    done = empty + cursor.stage * 8;
+    if (!C::resident || !all) ring.wait_full(cursor);
+    at = ring.stage(cursor) + part, done = ring.empty(cursor);
     cursor.next();
   }
   W::load(a, at, i % C::w_stage);
 }
-__device__ __forceinline__ void end_stretch(int) {}
-__device__ __forceinline__ void end() {}
 __device__ __forceinline__ void skip(int variant) {
   cursor.move(G::chunks_of(variant) * ((G::stretch_of(variant) + C::w_stage - 1) / C::w_stage));
 }
-__device__ __forceinline__ u32 in_hand() const { return done; }
 };
 
 // Packing: weight (CIN, COUT_G, taps), of a gradient for the input (COUT, CIN_G, taps), to fragments
 // [group][cout block][chunk][entry of all variants][k step][part][wgs][warp][lane]: 16 bytes a lane.
-
-// Taps of a weight: of the layer itself, or, STRIDED, of the one with its stride.
-template <class C, bool STRIDED> struct ShuffledTaps { static constexpr int COUNT = C::taps; };
 
 // [entry][subs]: the kernel's tap, -1 for none. A warp's lanes read it at different places, which constant memory serves in turn.
 template <class C> __device__ const auto PACKED_TAP = table_of<short>(C::tap_indices);
@@ -1045,9 +991,8 @@ using C = C_;
 using G = GatherWork<C>;
 using Number = typename G::Number;
 static constexpr int VEC = G::VEC, K = 32 / 4;  // channels of a unit, and of a step
-static constexpr bool SHUFFLED = false;
 static constexpr int SECOND = C::grad_input ? C::cin_g : C::cout_g;
-static constexpr int TAPS_IN_ALL = ShuffledTaps<C, SHUFFLED>::COUNT;
+static constexpr int TAPS_IN_ALL = C::taps;
 static constexpr int PACK_UNITS = G::CHUNKS * G::ENTRIES * G::STEPS_PER_TAP * 128;
 
 // Neighbouring threads read neighbouring weights: taps, or (channels-last) channels.
@@ -1083,77 +1028,59 @@ struct SlotPlace { u32 from; bool exists; };            // of a pixel in a slot,
 
 // What ways have in common. A slot has BOXES boxes (what threads copy is one): `corner` says where the tensor `map` has box r. `place` says where
 // the first channel of a pixel is in the slot, by the segment (of an image) and the column that have it.
-template <class C, int CHANNEL, int COPIED, int COUNT>
+template <class C>
 struct SlotOf {
-static constexpr int CHANNEL_BYTES = CHANNEL;           // from a channel to the next
-static constexpr int COPIED_BYTES = COPIED;             // of a box
-static constexpr int BOXES = COUNT;
-static constexpr int BOX_BYTES = (COPIED + 127) / 128 * 128;
-static constexpr int BYTES = BOXES * BOX_BYTES;
+static constexpr int BOXES = C::slot_boxes, COPIED_BYTES = C::slot_copied;
+static constexpr int BOX_BYTES = (C::slot_copied + 127) / 128 * 128, BYTES = BOX_BYTES;
+static constexpr int OTHERS = (C::ck - 1) * C::rows_h;  // rows of an image's other channels
 static constexpr bool EVERY_TILE = false;               // places are other ones in every tile
 static __device__ __forceinline__ constexpr int map(int) { return 0; }
-static __device__ __forceinline__ constexpr int channel_at(int c) { return c * CHANNEL; }
+static __device__ __forceinline__ constexpr int channel_at(int c) { return c * C::slot_channel; }
 // Of the pixels whose bits are `found` those that are read, of a tile whose first column is `w`. Boxes bring zeros for the others.
 static __device__ __forceinline__ u32 existing(u32, int) { return 0xffffffffu; }
 // Where rows begin at any element of a unit: what a channel is ahead of the one before, in elements, and how many channels ahead of the first
 // channel c is. All have one phase where they are `aligned`.
 static __device__ __forceinline__ u32 plane_of(const typename PixelTile<C>::Sizes&) { return 0; }
 static __device__ __forceinline__ int channels_ahead(int first, int c) { return first + c; }
-static __device__ __forceinline__ bool aligned(u32 plane) { return plane % PixelTile<C>::VEC == 0; }
+static __device__ __forceinline__ constexpr bool aligned(u32) { return true; }
 };
 
 template <class C, int = C::fetch>
 struct Slot;
 
-// --- rows by threads --------------------------------------------------------------------------------------------------
-
-// A slot is [image][channel][row][column], in the units that hold a row, whatever its alignment.
+// [image][channel][row][column], by threads: the units that hold a row, whatever its alignment.
 template <class C>
-struct CopiedRows {
-static constexpr int UNITS = (C::columns + 2 * PixelTile<C>::VEC - 2) / PixelTile<C>::VEC;  // of 16 bytes, of a segment
-static constexpr int CHANNEL = C::rows_h * UNITS * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, 1>;
-};
-
-template <class C>
-struct Slot<C, BY_THREADS> : CopiedRows<C>::Of {
+struct Slot<C, BY_THREADS> : SlotOf<C> {
 using T = PixelTile<C>;
+using Of = SlotOf<C>;
 static constexpr bool EVERY_TILE = true;
 static __device__ __forceinline__ u32 existing(u32 found, int) { return found; }
 static __device__ __forceinline__ u32 plane_of(const typename T::Sizes& s) { return (u32)s.in_d * s.in_h * s.in_w; }
-static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int segment, int image, int column, u32 plane) {
-  u32 from = (segment + image * (C::ck - 1) * C::rows_h) * CopiedRows<C>::UNITS * 16 + column * 4;
-  int n, d, h;
-  bool in = T::row_of(at, s, segments[segment], n, d, h) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
-  u32 first = ((u32)n * C::cin + at.channel) * plane + ((u32)d * s.in_h + h) * s.in_w + at.w + (u32)((u64)x / 4);
+static __device__ __forceinline__ bool aligned(u32 plane) { return plane % T::VEC == 0; }
+static __device__ __forceinline__ SlotPlace place(const char* x, const typename T::Sizes& s, const typename T::Source& at, int segment, int image, int column, u32 plane) {
+  u32 from = (segment + image * Of::OTHERS) * C::slot_units * 16 + column * 4;
+  const typename T::Row row = T::row_of(at, segment);
+  bool in = row.exists(s) && column < C::columns && (u32)(at.w + column) < (u32)s.in_w;
+  u32 first = ((u32)row.n * C::cin + at.channel) * plane + ((u32)row.d * s.in_h + row.h) * s.in_w + at.w + (u32)((u64)x / 4);
   return {from | (first & (T::VEC - 1)) << 24, in};
 }
 };
 
-// --- rows by boxes ----------------------------------------------------------------------------------------------------
-
-// A slot is [box][image][channel][row][column]: boxes of C::box_units begin C::column_pad columns early, at whole units. There are several where
-// rows are longer than one.
+// [box][image][channel][row][column]: boxes of C::slot_units begin C::column_pad columns early, at whole units. There are several where rows are
+// longer than one.
 template <class C>
-struct BoxedRows {
-static constexpr int UNITS = (C::columns + C::column_pad + PixelTile<C>::VEC - 1) / PixelTile<C>::VEC;  // of a segment
-static constexpr int CHANNEL = C::rows_h * C::box_units * 16;
-using Of = SlotOf<C, CHANNEL, C::tile_n * C::ck * CHANNEL, (UNITS + C::box_units - 1) / C::box_units>;
-};
-
-template <class C>
-struct Slot<C, BY_BOXES> : BoxedRows<C>::Of {
+struct Slot<C, BY_BOXES> : SlotOf<C> {
 using T = PixelTile<C>;
-using Of = typename BoxedRows<C>::Of;
-static constexpr int BOX_COLUMNS = C::box_units * T::VEC;
+using Of = SlotOf<C>;
+static constexpr int BOX_COLUMNS = C::slot_units * T::VEC;
 
 static __device__ __forceinline__ Corner corner(const typename T::Source& at, const typename T::Sizes&, int r) {
   return {at.w - C::column_pad + r * BOX_COLUMNS, at.h + C::first_h, at.d + C::first_d, at.channel, at.n};
 }
-static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, const int*, int segment, int image, int column, u32) {
-  int at_column = column + C::column_pad, box = Of::BOXES > 1 ? at_column / BOX_COLUMNS : 0;
-  if (Of::BOXES > 1 && C::in_step_w > 1 && box == Of::BOXES) box--;  // a column that only fills a plane up
-  u32 from = box * Of::BOX_BYTES + (segment + image * (C::ck - 1) * C::rows_h) * C::box_units * 16 + (at_column - box * BOX_COLUMNS) * 4;
+static __device__ __forceinline__ SlotPlace place(const char*, const typename T::Sizes&, const typename T::Source&, int segment, int image, int column, u32) {
+  int at_column = column + C::column_pad;
+  // a column that only fills a plane up
+  u32 from = (segment + image * Of::OTHERS) * C::slot_units * 16 + at_column * 4;
   return {from, false};
 }
 };
@@ -1162,25 +1089,21 @@ static __device__ __forceinline__ SlotPlace place(const char*, const typename T:
 
 template <class C, bool CHANNELS_LAST = C::channels_last> struct BoxesOf : Slot<C> {};
 
-// The loader, one thread: ahead of everyone by as many slots (NCHW) or tiles as are free.
-template <class K, class Maps>
-__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, u32 to, u32 landed, u32 left) {
+// The loader, one thread: ahead of everyone by as many stages of the ring, slots (NCHW) or tiles, as are free.
+template <class K, class Maps, class Ring>
+__device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::Sizes& s, const Ring& ring) {
   using C = typename K::C;
   using Boxes = BoxesOf<C>;
   Walk<K, typename K::LoaderOrder> walk(s);
-  CursorOf<C::stages_s> cursor = {0, 1};  // all are free at first
+  typename Ring::Cursor cursor = {0, 1};                // all are free at first
 #pragma unroll 1
   for (walk.begin(s); walk.live(s); walk.next(s), cursor.next()) {
     const auto at = K::source_of(walk.tile, walk.chunk);
-    u32 barrier = landed + cursor.stage * 8;
-    barrier_wait(left + cursor.stage * 8, cursor.parity);
-    expect_bytes(barrier, Boxes::BOXES * Boxes::COPIED_BYTES);
-#pragma unroll
-    for (int r = 0; r < Boxes::BOXES; r++) {
-      const Corner corner = Boxes::corner(at, s, r);
-      const int (&c)[5] = corner.at;
-      load_box(to + cursor.stage * Boxes::BYTES + r * Boxes::BOX_BYTES, maps.of[0], c[0], c[1], c[2], c[3], c[4], barrier);
-    }
+    ring.wait_empty(cursor);
+    expect_bytes(ring.full(cursor), Boxes::COPIED_BYTES);
+    const Corner corner = Boxes::corner(at, s, 0);
+    const int (&c)[5] = corner.at;
+    load_box(ring.stage(cursor), maps.of[0], c[0], c[1], c[2], c[3], c[4], ring.full(cursor));
   }
   walk.order.end();
 }
@@ -1192,36 +1115,31 @@ __device__ __forceinline__ void load_boxes(const Maps& maps, const typename K::S
 template <class C>
 __device__ __forceinline__ void stage_rows(const char* __restrict__ x, const typename PixelTile<C>::Sizes& s, const typename PixelTile<C>::Source& at, u32 slot, int thread) {
   using T = PixelTile<C>;
-  constexpr int UNITS = CopiedRows<C>::UNITS, CHANNEL_BYTES = Slot<C>::CHANNEL_BYTES;
+  constexpr int UNITS = C::slot_units;
   long long slice = (long long)s.in_h * s.in_w * 4, plane = slice * s.in_d;
   const char* corner = x + ((long long)at.n * C::cin + at.channel) * plane + (long long)at.w * 4;
   // A thread keeps its channel and place in the row for all rows, since finding them anew for each unit is
   // what would take the time. Where rows are short, threads share them out.
-  constexpr int PLACES = C::ck * UNITS, SHARES = PLACES < 192 ? 192 / PLACES : 1;
-  constexpr int SLICES = C::tile_n, BY_SLICE = SLICES >= SHARES ? SHARES : 1, BY_ROW = BY_SLICE > 1 ? 1 : SHARES;
+  constexpr int SHARES = 1;
+  constexpr int BY_ROW = SHARES;
   constexpr int ROWS_AT_ONCE = C::rows_h % 3 == 0 ? 3 : 2;
-  int share = SHARES > 1 ? thread / PLACES : 0, place_of = SHARES > 1 ? thread % PLACES : thread;
-  if (share >= SHARES) return;
+  int place_of = thread;
 #pragma unroll 1
   for (int unit = place_of % UNITS, c = place_of / UNITS; c < C::ck;) {
     const char* place = corner + c * plane + unit * 16;
     int column = at.w + unit * T::VEC;                // of the unit's first element, were the row aligned
-    u32 to = slot + c * CHANNEL_BYTES + unit * 16;
-#pragma unroll 1
-    for (int r = BY_SLICE > 1 ? share : 0; r < SLICES; r += BY_SLICE) {
-      int image = r, d = at.d + ROW_D<C>[0];
-      bool exists = at.n + image < s.batch && (u32)d < (u32)s.in_d;
-      const char* line = place + image * (C::cin * plane) + d * slice;
+    u32 to = slot + c * C::slot_channel + unit * 16;
+    int d = at.d + ROW_D<C>[0];
+    bool exists = at.n < s.batch && (u32)d < (u32)s.in_d;
+    const char* line = place + d * slice;
 #pragma unroll ROWS_AT_ONCE
-      for (int j = BY_ROW > 1 ? share : 0; j < C::rows_h; j += BY_ROW) {
-        int h = at.h + ROW_H<C>[j];
-        u64 p = multiply_add_wide(h, s.in_w * 4, (u64)line);
-        int first = column - (int)(p & 15) / 4;
-        if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
-          copy16(to + image * (C::ck - 1) * CHANNEL_BYTES + (r * C::rows_h + j) * (UNITS * 16), (const char*)(p & ~15ull));
-      }
+    for (int j = 0; j < C::rows_h; j += BY_ROW) {
+      int h = at.h + ROW_H<C>[j];
+      u64 p = multiply_add_wide(h, s.in_w * 4, (u64)line);
+      int first = column - (int)(p & 15) / 4;
+      if (exists && (u32)h < (u32)s.in_h && first + T::VEC > 0 && first < s.in_w)
+        copy16(to + j * (UNITS * 16), (const char*)(p & ~15ull));
     }
-    if (SHARES > 1) break;
     unit += 192 % UNITS;
     c += 192 / UNITS;
     if (unit >= UNITS) {
@@ -1247,7 +1165,7 @@ static __device__ __forceinline__ int pixel_row(int i) {
   return i;
 }
 
-__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, const int* segments, int thread) {
+__device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s, const typename T::Source& at, int thread) {
   plane = Slot<C>::plane_of(s);
   ok = 0;
 #pragma unroll
@@ -1255,42 +1173,42 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
     int p = pixel_row(thread + k * 192), segment = p / T::PITCH, within = p % T::PITCH;
     int column = T::column_of(within), image = segment / C::rows_h;
     if (thread + k * 192 >= T::PIXELS) break;
-    const SlotPlace place = Slot<C>::place(x, s, at, segments, segment, image, column, plane);
+    const SlotPlace place = Slot<C>::place(x, s, at, segment, image, column, plane);
     from[k] = place.from;
     ok |= (u32)place.exists << k;
   }
 }
-};
 
-// A slot's pixels to rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks.
-template <class C, bool ALIGNED>                        // every channel of a row has the same misalignment
-__device__ __forceinline__ void turn(const OwnPixels<C>& own, u32 exist, int channel, int left, u32 slot, u32 tile, int thread) {
-  using T = PixelTile<C>;
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
+// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+template <bool ALIGNED>
+__device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const u32 exist = Slot<C>::existing(ok, w);
+  const int channel = chunk * C::ck;
 #pragma unroll
-  for (int k = 0; k < OwnPixels<C>::COUNT; k++) {
-    int p = OwnPixels<C>::pixel_row(thread + k * 192);
+  for (int k = 0; k < COUNT; k++) {
+    int p = pixel_row(thread + k * 192);
     if (T::PIXELS % 192 && thread + k * 192 >= T::PIXELS) break;
-    bool ok = exist >> k & 1;
-    u32 phase = own.from[k] >> 24, from = slot + (own.from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
+    u32 phase = from[k] >> 24, first = slot + (from[k] & 0xffffff) + (ALIGNED ? phase * 4 : 0);
 #pragma unroll 2  // more of them spill
     for (int unit = 0; unit < T::UNITS_PER_ROW; unit++) {
       u32 v[T::VEC];
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = ok;
-        u32 a = from + Slot<C>::channel_at(c);
-        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * own.plane) & (T::VEC - 1)) * 4;
+        bool have = exist >> k & 1;
+        u32 a = first + Slot<C>::channel_at(c);
+        if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;
       }
       store_parts<C>(tile + T::unit_at(p, unit), v);
     }
   }
 }
+};
 
-// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout and whoever brings pixels.
-
-struct PixelBarriers { u32 full, empty, landed, left; };      // of tiles; of slots or boxes: `landed` by the copy engine
+// Producers: from slots, or from memory, to the tiles that consumers read. One way for each layout, whether they or the copy engine bring
+// pixels.
 
 // The tile is written: make it visible to the matrix units and say so, once a warp.
 __device__ __forceinline__ void hand_over(u32 full, int lane) {
@@ -1299,79 +1217,48 @@ __device__ __forceinline__ void hand_over(u32 full, int lane) {
   if (lane == 0) barrier_arrive(full);
 }
 
-template <class C>
-__device__ __forceinline__ void turn_chunk(const OwnPixels<C>& own, int w, int chunk, u32 slot, u32 tile, int thread) {
-  int channel = chunk * C::ck;
-  u32 exist = Slot<C>::existing(own.ok, w);
-  if (Slot<C>::aligned(own.plane)) turn<C, true>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-  else turn<C, false>(own, exist, channel, C::cin_g - channel, slot, tile, thread);
-}
-
-template <class K, bool CHANNELS_LAST = K::C::channels_last, bool BOX = K::BOX>
-struct Producer;
-
-// NCHW, threads: they copy a chunk ahead of the one that they turn.
-template <class K>
-struct Producer<K, false, false> {
+// NCHW: slots are turned. Boxes fill them; or threads, with a chunk ahead of the one that they turn.
+template <class K, class Tiles, class Slots>
+__device__ __forceinline__ void turn_slots(const char* __restrict__ x, const typename K::Sizes& s, const Tiles& tiles, const Slots& slots, int thread) {
   using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    constexpr int SLOT_BYTES = Slot<C>::BYTES;
-    int lane = thread & 31;
-    OwnPixels<C> own;
-    Walk<K> now(s), ahead(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    CursorOf<C::stages_s> slot = {0, 0};
-    ahead.begin(s);
-    u32 next_slot = 0;
-#pragma unroll 1
-    for (int i = 0; i < C::stages_s - 1; i++) {
+  int lane = thread & 31;
+  OwnPixels<C> own;
+  Walk<K> now(s), ahead(s);
+  typename Tiles::Cursor tile = {0, 1};
+  typename Slots::Cursor slot = {0, 0}, next_slot = {0, 0};
+  const auto stage_next = [&] {
+    if constexpr (!K::BOX) {
       if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + i * SLOT_BYTES, thread);
+        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots.stage(next_slot), thread);
         ahead.next(s);
       }
+      next_slot.next();
       copy_commit();
     }
-    next_slot = C::stages_s - 1;
+  };
+  if constexpr (!K::BOX) {
+    ahead.begin(s);
 #pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (now.chunk == 0) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
+    for (int i = 0; i < C::stages_s - 1; i++) stage_next();
+  }
+  if constexpr (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), thread);
+#pragma unroll 1
+  for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
+    if (Slot<C>::EVERY_TILE && now.chunk == 0) own.locate(x, s, K::source_of(now.tile, 0), thread);
+    if constexpr (K::BOX) {
+      slots.wait_full(slot);
+    } else {
       copy_wait<C::stages_s - 2>();
       named_sync<1, 192>();             // everyone's copies have landed, and everyone has left the next slot
-      if (ahead.live(s)) {
-        stage_rows<C>(x, s, K::source_of(ahead.tile, ahead.chunk), slots + next_slot * SLOT_BYTES, thread);
-        ahead.next(s);
-      }
-      if (++next_slot == C::stages_s) next_slot = 0;
-      copy_commit();
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * SLOT_BYTES, tiles + tile.stage * K::PART_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
+      stage_next();
     }
+    tiles.wait_empty(tile);
+    if (Slot<C>::aligned(own.plane)) own.template turn<true>(now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+    else own.template turn<false>(now.tile.w, now.chunk, slots.stage(slot), tiles.stage(tile), thread);
+    hand_over(tiles.full(tile), lane);
+    if constexpr (K::BOX) leave(slots.empty(slot), lane);
   }
-};
-
-// NCHW, boxes: slots land, threads turn them.
-template <class K>
-struct Producer<K, false, true> {
-  using C = typename K::C;
-  static __device__ __forceinline__ void produce(const char* __restrict__ x, const typename K::Sizes& s, const int* segments, u32 tiles, u32 slots, const PixelBarriers& barriers, int thread) {
-    int lane = thread & 31;
-    Walk<K> now(s);
-    CursorOf<C::stages_p> tile = {0, 1};
-    OwnPixels<C> own;
-    if (!Slot<C>::EVERY_TILE) own.locate(x, s, typename K::Source(), segments, thread);
-    CursorOf<C::stages_s> slot = {0, 0};
-#pragma unroll 1
-    for (now.begin(s); now.live(s); now.next(s), tile.next(), slot.next()) {
-      if (Slot<C>::EVERY_TILE && now.chunk == 0) own.locate(x, s, K::source_of(now.tile, 0), segments, thread);
-      barrier_wait(barriers.landed + slot.stage * 8, slot.parity);
-      barrier_wait(barriers.empty + tile.stage * 8, tile.parity);
-      turn_chunk<C>(own, now.tile.w, now.chunk, slots + slot.stage * Slot<C>::BYTES, tiles + tile.stage * K::PART_BYTES, thread);
-      hand_over(barriers.full + tile.stage * 8, lane);
-      if (lane == 0) barrier_arrive(barriers.left + slot.stage * 8);
-    }
-  }
-};
+}
 
 // A consumer's pixels: columns of N, and the matrix instructions that multiply fragments by them.
 
@@ -1399,9 +1286,8 @@ static __device__ __forceinline__ int rows_to(int nb, int first) {
 // Where they lie in a tile. `start`: of the consumer's first subtile the lower half of its descriptor, the same in all threads.
 u32 start;
 int first;                                              // its first subtile
-u32 full, empty, parity;                                // of planes that come one by one: the barriers of the first
 
-__device__ __forceinline__ Columns(u32 tile, int first) : first(first), full(0), empty(0), parity(0) {
+__device__ __forceinline__ Columns(u32 tile, int first) : first(first) {
   // By a shuffle, so that ptxas counts in uniform registers.
   start = __shfl_sync(0xffffffffu, (tile + pixel_row_of(first) * G::ROW_BYTES) >> 4 | 1u << 16, 0);
 }
@@ -1445,12 +1331,6 @@ using Pixels = Columns<C>;
 using Sums = float[G::NB][32];
 using Sets = u32[C::fragment_sets][4];
 
-// A stage of weights whose fragments are in registers, or a pixel tile that no matrix instruction reads any more, by its barrier.
-static __device__ __forceinline__ void give_back(u32 barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
-}
-
 // Step i of a stretch of `steps`. Fragments take C::fragment_sets sets of registers in turn: one is multiplied by, the one before may
 // still be, the next one is loaded. At the end of a stretch the pipeline drains, since in a loop ptxas cannot see that a set is
 // free again and serialises every wgmma, C7513.
@@ -1458,7 +1338,7 @@ static __device__ __forceinline__ void step(Sums& acc, Sets& a, Weights& weights
   wgmma_fence();
   pixels.template multiply<false>(acc, a[i % C::fragment_sets], shift, i % G::K_STEPS, 0, lane);
   wgmma_commit();
-  u32 done = weights.in_hand();
+  u32 done = weights.done;
   if (i + 1 < steps) {
     weights.load(a[(i + 1) % C::fragment_sets], i + 1);
     wgmma_wait<1>();
@@ -1502,7 +1382,6 @@ static __device__ __forceinline__ void multiply_one(Sums& acc, typename S::Sets&
 template <int VARIANT, int... STEPS>
 static __device__ __forceinline__ void multiply_from(Sequence<STEPS...>, Sums& acc, typename S::Sets& a, Weights& weights, const Pixels& pixels, int lane) {
   (multiply_one<VARIANT, STEPS>(acc, a, weights, pixels, lane), ...);
-  weights.end_stretch(sizeof...(STEPS));
 }
 
 // Variants share a stretch where their taps lie alike, as the phases of a kernel do whose sizes are multiples of its strides. Less
@@ -1892,8 +1771,6 @@ static __device__ __forceinline__ bool is_at(u32 misaligned) { return (misaligne
 //
 // Constants are Gather's C; sizes of the input are arguments.
 
-template <class C, bool CHANNELS_LAST = C::channels_last> constexpr int SLOTS_BYTES = C::stages_s * Slot<C>::BYTES;
-
 template <class C_>
 struct Gather {
 using C = C_;
@@ -1901,30 +1778,44 @@ using G = GatherWork<C>;
 using Sizes = typename G::Sizes;
 using Type = typename G::Number::Type;
 using Chunk = ChunkOf<C>;
-using Weights = Fragments<C>;
 using Store = Epilogue<C>;
 using Result = typename Store::Result;
 static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-static constexpr int RING_AT = C::stages_p * G::PART_BYTES;
-static constexpr int SLOTS_AT = RING_AT + C::ring_fragments * G::FRAGMENT;
-static constexpr int SLOTS_END = SLOTS_AT + SLOTS_BYTES<C>;
+// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+static constexpr int SLOTS = C::stages_s;
+using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
+using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
+using Ring = WeightRing<C>;
+static constexpr int RING_AT = Pixels::BYTES;
+static constexpr int SLOTS_AT = RING_AT + Ring::BYTES;
+static constexpr int SLOTS_END = SLOTS_AT + Slots::BYTES;
 static constexpr int BARRIERS_AT = SLOTS_END + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
-static constexpr int SLOT_BARRIERS = G::BOX ? C::stages_s : 0;
-static constexpr int CLAIMS_AT = BARRIERS_AT + 16 * (C::stages_p + C::stages_w + SLOT_BARRIERS);
-static constexpr int SEGMENTS_AT = CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0);
+static constexpr int CLAIMS_AT = BARRIERS_AT + Pixels::BARRIER_BYTES + Ring::BARRIER_BYTES + Slots::BARRIER_BYTES;
+
+struct Memory {
+  Pixels pixels;
+  Ring weights;
+  Slots slots;
+  u32 buffers;
+};
+static __device__ __forceinline__ Memory memory_at(u32 a) {
+  const u32 of_pixels = a + BARRIERS_AT, of_weights = of_pixels + Pixels::BARRIER_BYTES;
+  return {Pixels::at(a, of_pixels), Ring::at(a + RING_AT, of_weights), Slots::at(a + SLOTS_AT, of_weights + Ring::BARRIER_BYTES), a + SLOTS_END};
+}
 
 // --- consumers --------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, u32 tiles, u32 full, u32 empty, Weights& weights, u32 buffers, int wg, int thread) {
+static __device__ __forceinline__ void consume(const char* packed, const Type* bias, Result y, const Sizes& s, const Memory& memory, int wg, int thread) {
   // By a shuffle ptxas knows that branches over a warp's number do not part it.
   // But beside the stores of outputs without taps that makes some kernels slower.
   int warp = __shfl_sync(0xffffffffu, thread >> 5, 0), lane = thread & 31;
   int first_subtile = 0;
-  u32 buffer = buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
-  CursorOf<C::stages_p> cursor = {0, 0};
+  u32 buffer = memory.buffers + (wg * 4 + warp) * Store::BUFFER_BYTES;
+  typename Pixels::Cursor cursor = {0, 0};
+  Fragments<C> weights(memory.weights, wg, thread);
   int turn = 0;
   typename G::Order order(s);
   if (wg == 1) named_arrive(2, G::CONSUMER_THREADS);  // the first turn is warpgroup 0's
@@ -1934,7 +1825,7 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
     int chunks = G::end_chunk(t.variant);
     if ((turn & 1) != wg) {
       cursor.move(chunks);
-      weights.skip(t.variant);
+      if constexpr (!C::resident) weights.skip(t.variant);
       continue;
     }
     float acc[C::mb][G::NB][32], sum[C::mb][G::NB][32];  // `sum`: IEEE's, which leave the tensor cores
@@ -1946,18 +1837,15 @@ static __device__ __forceinline__ void consume(const char* packed, const Type* b
           opaque(acc[b][0][i]);
         }
     named_sync(2 + wg, G::CONSUMER_THREADS);
-    weights.begin(packed, t);
+    if constexpr (C::resident) weights.begin();
     int variant = __shfl_sync(0xffffffffu, t.variant, 0);  // so that ptxas knows that warps do not part over it
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++, cursor.next()) {
-      Columns<C> pixels(tiles + cursor.stage * G::PART_BYTES, first_subtile);
-      u32 last = empty + cursor.stage * 8;
-      barrier_wait(full + cursor.stage * 8, cursor.parity);
-      weights.begin_chunk(chunk);
+      Columns<C> pixels(memory.pixels.stage(cursor), first_subtile);
+      memory.pixels.wait_full(cursor);
       Chunk::multiply(variant, acc, sum, weights, pixels, lane);
-      Chunk::give_back(last, lane);
+      give_back(memory.pixels.empty(cursor), lane);
     }
-    weights.end();
     named_arrive(2 + (wg ^ 1), G::CONSUMER_THREADS);
     auto& sums = acc;
     Store::store(sums, bias, y, s, t, t.cout_block, first_subtile, buffer, warp, lane);
@@ -1976,59 +1864,35 @@ struct Given {
 // The last is of a result or of weights.
 using TensorMaps = typename G::template TensorMapsAnd<DRAINED || C::boxed>;
 
-static __device__ __forceinline__ void init_barriers(const PixelBarriers& pixels, u32 full_w, u32 empty_w) {
-  for (int i = 0; i < C::stages_p; i++) {
-    barrier_init(pixels.full + 8 * i, G::PRODUCER_WARPS);
-    barrier_init(pixels.empty + 8 * i, 4);
-  }
-  for (int i = 0; i < C::stages_w; i++) {
-    barrier_init(full_w + 8 * i, 1);
-    barrier_init(empty_w + 8 * i, 4);
-  }
-  for (int i = 0; i < SLOT_BARRIERS; i++) {
-    barrier_init(pixels.landed + 8 * i, 1);
-    barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);
-  }
-}
-
 // All warps but the consumers'.
 template <class Maps>
-static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const int* segments, u32 base, const PixelBarriers& barriers, u32 full_w, u32 empty_w) {
-  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), thread = threadIdx.x & 127;
+static __device__ __forceinline__ void bring(const Given& given, const Maps& maps, const Sizes& s, const Memory& memory) {
+  int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+  bool alone = (threadIdx.x & 31) == 0;
   if (warp < G::PRODUCER_WARPS) {
-    Producer<G>::produce(given.x, s, segments, base, base + SLOTS_AT, barriers, threadIdx.x);
-  } else if (G::BOX && warp == G::LOADER_WARP && (thread & 31) == 0) {
-    if constexpr (G::BOX) load_boxes<G>(maps, s, base + SLOTS_AT, barriers.landed, barriers.left);
-  } else if (warp == G::WEIGHTS_WARP && (thread & 31) == 0) {
-    stream_weights<C>(given.packed, s, base + RING_AT, full_w, empty_w);
+    turn_slots<G>(given.x, s, memory.pixels, memory.slots, threadIdx.x);
+  } else if (G::BOX && warp == G::LOADER_WARP && alone) {
+    if constexpr (G::BOX) load_boxes<G>(maps, s, memory.slots);
+  } else if (warp == G::WEIGHTS_WARP && alone) {
+    stream_weights<C>(given.packed, s, memory.weights);
   }
 }
 
 template <class Maps>
-static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, unsigned char* memory) {
-  u32 base = shared_address(memory);
-  u32 full = base + BARRIERS_AT, empty = full + 8 * C::stages_p, full_w = empty + 8 * C::stages_p, empty_w = full_w + 8 * C::stages_w;
-  const PixelBarriers barriers = {full, empty, empty_w + 8 * C::stages_w, empty_w + 8 * (C::stages_w + SLOT_BARRIERS)};
-  int* segments = (int*)(memory + SEGMENTS_AT);
+static __device__ __forceinline__ void run(const Given& given, const Maps& maps, Sizes s, u32 base) {
+  const Memory memory = memory_at(base);
   s.claims = base + CLAIMS_AT;
-  if (threadIdx.x == 0) {
-    init_barriers(barriers, full_w, empty_w);
-    if constexpr (C::claimed) claims_init(s.claims);
-    barriers_begun();
-  }
-  for (int i = threadIdx.x; i < C::rows_h; i += G::THREADS) segments[i] = G::pack_segment(i);
-  __syncthreads();
-  int role = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (role < 2) {
-    fewer_registers<C::producer_registers>();
-    bring(given, maps, s, segments, base, barriers, full_w, empty_w);
-  } else {
-    wait_for_results();                                 // of `pack`: the bias; nor is stored where `pack` may still read
-    more_registers<C::consumer_registers>();
-    int wg = role - 2;
-    Weights weights(base + RING_AT, full_w, empty_w, wg, thread);
-    consume(given.packed, given.bias, given.y, s, base, full, empty, weights, base + SLOTS_END, wg, thread);
-  }
+  run_block<2, G::CONSUMERS, C::producer_registers, C::consumer_registers>(
+      [&] {
+        memory.pixels.init(G::PRODUCER_WARPS, 4);
+        memory.weights.init(1, 4);
+        memory.slots.init(1, G::PRODUCER_WARPS);
+        if constexpr (C::claimed) claims_init(s.claims);
+      },
+      [&] { bring(given, maps, s, memory); },
+      [&](int wg, int thread) {
+        consume(given.packed, given.bias, given.y, s, memory, wg, thread);
+      });
 }
 };
 
@@ -2047,7 +1911,7 @@ __global__ typename OnlyIf<C, POINTERS>::Kernel __launch_bounds__(PixelTile<C>::
 gather(const char* __restrict__ x, const char* __restrict__ packed, const typename PixelTile<C>::Number::Type* __restrict__ bias, char* __restrict__ y,
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, memory);
+  Gather<C>::run({x, packed, bias, y}, NoMaps(), {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles}, shared_address(memory));
 }
 
 // `counters`, of blocks that claim tiles: as many as M-groups that stay with a block, and one; or null.
@@ -2057,7 +1921,7 @@ gather(const char* __restrict__ x, const char* __restrict__ packed, const typena
        int batch, int in_d, int in_h, int in_w, int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int tiles,
        const __grid_constant__ typename Gather<C>::TensorMaps maps) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, memory);
+  Gather<C>::run({x, packed, bias, y}, maps, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, tiles, counters}, shared_address(memory));
 }
 
 // What both grad-weight kernels share: the geometry of g's tile, a block's record of sums, and copies by threads.
@@ -2555,18 +2419,19 @@ struct Forward {
   static constexpr int cin_g = 32, first_w = 0, columns = 65, plane = 65, precision = 0, cin = 32, ck = 32, tile_n = 1;
   static constexpr int tile_h = 1, tile_w = 64, in_step_h = 1, in_step_w = 1, rows_h = 1, offsets_d[1] = {0};
   static constexpr int offsets_h[1] = {0}, planes = 1, residues[1] = {0}, stages_p = 2, stages_s = 8, fetch = 1;
-  static constexpr int first_d = 0, first_h = 0, box_units = 17, column_pad = 0, cout_g = 64, mb = 3, subs = 1;
-  static constexpr int rows_per_sub = 64, m_groups = 3, w_stage = 6, ring_fragments = 12, out_step_h = 5;
-  static constexpr int out_step_w = 5, origins_d[3] = {0, 0, 0}, origins_h[3] = {0, 0, 1}, cout = 64, taps = 9;
-  static constexpr int w_subs = 5, blocks_of_w[5] = {-1, 0, -1, 1, 2}, variants = 3, subs_d[3] = {0, 0, 0};
-  static constexpr int subs_h[3] = {1, 3, 4}, subs_w[3] = {0, 0, 0}, stages_w = 1, fragment_sets = 3;
-  static constexpr int entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9}, tap_rows[9] = {0, 0, 1, 0, 0, 1, 0, 0, 1};
-  static constexpr int tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0}, stretches = 1, first_of_stretches[1] = {0};
-  static constexpr int stretches_of[3] = {0, 0, 0}, variant_rows[3] = {0, 0, 0}, run_groups = 8;
-  static constexpr int bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0}, bares_h[2] = {0, 2}, bares_rows[2] = {1, 1};
-  static constexpr int store_unit = 8, cluster = 1, producer_registers = 48, consumer_registers = 208;
-  static constexpr bool wgmma = true, channels_last = false, own_rows = true, resident = true, grad_input = false;
-  static constexpr bool bare = true, boxed = false, claimed = true;
+  static constexpr int slot_boxes = 1, slot_channel = 272, slot_copied = 8704, slot_units = 17, first_d = 0;
+  static constexpr int first_h = 0, column_pad = 0, cout_g = 64, mb = 3, subs = 1, rows_per_sub = 64, m_groups = 3;
+  static constexpr int w_stage = 12, out_step_h = 5, out_step_w = 5, origins_d[3] = {0, 0, 0}, origins_h[3] = {0, 0, 1};
+  static constexpr int cout = 64, taps = 9, w_subs = 5, blocks_of_w[5] = {-1, 0, -1, 1, 2}, variants = 3;
+  static constexpr int subs_d[3] = {0, 0, 0}, subs_h[3] = {1, 3, 4}, subs_w[3] = {0, 0, 0}, stages_w = 1;
+  static constexpr int fragment_sets = 3, entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9};
+  static constexpr int tap_rows[9] = {0, 0, 1, 0, 0, 1, 0, 0, 1}, tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0};
+  static constexpr int stretches = 1, first_of_stretches[1] = {0}, stretches_of[3] = {0, 0, 0};
+  static constexpr int variant_rows[3] = {0, 0, 0}, run_groups = 8, bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0};
+  static constexpr int bares_h[2] = {0, 2}, bares_rows[2] = {1, 1}, store_unit = 8, cluster = 1;
+  static constexpr int producer_registers = 48, consumer_registers = 208;
+  static constexpr bool channels_last = false, own_rows = true, resident = true, grad_input = false, bare = true;
+  static constexpr bool boxed = false, claimed = true;
 };
 
 // --- constants: gradient for the input -------------------------------------------------------------------------------
@@ -2574,10 +2439,10 @@ struct Forward {
 struct GradInput : Forward {
   static constexpr int cin_g = 64, first_w = -1, columns = 320, plane = 64, cin = 64, ck = 8, in_step_h = 5;
   static constexpr int in_step_w = 5, rows_h = 3, offsets_h[3] = {-1, 1, 3}, planes = 3, residues[3] = {0, 2, 4};
-  static constexpr int stages_s = 3, fetch = 0, cout_g = 32, mb = 1, m_groups = 1, w_stage = 5, ring_fragments = 30;
-  static constexpr int out_step_h = 1, out_step_w = 1, cout = 32, w_subs = 1, blocks_of_w[1] = {0}, variants = 1;
-  static constexpr int subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0}, stages_w = 6, entries[2] = {0, 9};
-  static constexpr int tap_rows[9] = {0, 64, 128, 192, 256, 320, 384, 448, 512};
+  static constexpr int stages_s = 3, fetch = 0, slot_channel = 3888, slot_copied = 31104, slot_units = 81, cout_g = 32;
+  static constexpr int mb = 1, m_groups = 1, w_stage = 5, out_step_h = 1, out_step_w = 1, cout = 32, w_subs = 1;
+  static constexpr int blocks_of_w[1] = {0}, variants = 1, subs_d[1] = {0}, subs_h[1] = {0}, subs_w[1] = {0};
+  static constexpr int stages_w = 6, entries[2] = {0, 9}, tap_rows[9] = {0, 64, 128, 192, 256, 320, 384, 448, 512};
   static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, store_unit = 16, producer_registers = 96;
   static constexpr int consumer_registers = 160;
   static constexpr bool own_rows = false, resident = false, grad_input = true, bare = false, claimed = false;
@@ -2671,7 +2536,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const at::Tensor packed = at::empty({73728}, x.options().dtype(at::kByte));
   const at::Tensor zeros = at::zeros({16}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<18, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 196980), stream>>>(
+  kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 196976), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
       sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{68, 1, 1, 32, 1},
@@ -2685,7 +2550,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({147456}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 210188), stream>>>(
+  kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 210224), stream>>>(
       of(grad), of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
       sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
