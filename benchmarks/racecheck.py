@@ -64,20 +64,14 @@ TOOLS: dict[str, tuple[tuple[str, ...], str, str]] = {
 # Of each source: what is written there, and how it reads where every lane arrives.
 EVERY_LANE = {
     "gather.cu": (
-        ("if (lane == 0) barrier_arrive(barrier);", "barrier_arrive(barrier);"),
         ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"),
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
-        ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
         (
-            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 4);",
-            "barrier_init(pixels.empty + 8 * i, G::RELEASES * 128);",
+            "G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS, G::RELEASES * 4);",
+            "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS, G::RELEASES * 128);",
         ),
-        ("barrier_init(empty_w + 8 * i, G::RELEASES * 4);", "barrier_init(empty_w + 8 * i, G::RELEASES * 128);"),
-        ("G::DIRECT_BOX ? 1 : G::PRODUCER_WARPS);", "G::DIRECT_BOX ? 1 : G::PRODUCER_THREADS);"),
-        (
-            "barrier_init(pixels.left + 8 * i, G::PRODUCER_WARPS);",
-            "barrier_init(pixels.left + 8 * i, G::PRODUCER_THREADS);",
-        ),
+        ("memory.weights.init(1, G::RELEASES * 4);", "memory.weights.init(1, G::RELEASES * 128);"),
+        ("memory.slots.init(1, G::PRODUCER_WARPS);", "memory.slots.init(1, G::PRODUCER_THREADS);"),
     ),
     "joined.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
@@ -93,7 +87,6 @@ EVERY_LANE = {
     "sweep.cu": (
         ("if (lane == 0 && barrier) barrier_arrive(barrier);", "if (barrier) barrier_arrive(barrier);"),
         ("if (lane == 0) barrier_arrive(full);", "barrier_arrive(full);"),
-        ("if (lane == 0) barrier_arrive(barriers.left", "barrier_arrive(barriers.left"),
         ("FILLERS = T::DIRECT_BOX ? 1 : PRODUCER_WARPS,", "FILLERS = T::DIRECT_BOX ? 1 : T::PRODUCER_THREADS,"),
         (".init(M::FILLERS, 4 * M::READERS);", ".init(M::FILLERS, 128 * M::READERS);"),
         (".init(1, CONSUMERS * 4);", ".init(1, CONSUMERS * 128);"),
@@ -254,7 +247,7 @@ def run_relayout(p: Problem) -> None:
     x, turned = tensor(p.output_shape, p), Scratch("turned", 2 * math.prod(p.output_shape) * p.dtype.itemsize)
     launches = relayout.copy(p, True, "source", turned), relayout.copy(p, True, turned, "result", back=True)
     out = torch.empty_like(x)
-    Program(launches, ("source", "result"), 0)((x, out), [x.data_ptr(), out.data_ptr()], False)
+    Program(launches, ("source", "result"), 0, {}, {})((x, out), [x.data_ptr(), out.data_ptr()], False)
 
 
 def case(kernel: str, run: Callable[..., None], p: Problem, how: str, *options: Any) -> tuple[str, Callable[[], None]]:
