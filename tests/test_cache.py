@@ -111,7 +111,7 @@ def test_a_limit_that_is_no_number_is_an_error(folder: Path, monkeypatch: pytest
     for call in (partial(cache.read, NAME), partial(cache.write, NAME, b"")):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
-    assert not folder.exists()
+    assert not folder.exists() and cache.contents().problem == message
 
 
 WRITERS = """

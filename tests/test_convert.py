@@ -64,6 +64,13 @@ def test_accelerates_restores_and_says_so() -> None:
     assert lines_of(upconv.restore, model) == ["block.2: restored"]
 
 
+def test_what_reports_must_be_called() -> None:
+    layer: Any = nn.ConvTranspose2d(2, 2, 2)
+    with pytest.raises(TypeError, match="report must be called with each line, like print; got True"):
+        upconv.accelerate(layer, report=True)  # type: ignore[arg-type]
+    assert upconv.accelerate(layer, report=None) is layer
+
+
 def test_what_is_left_and_why() -> None:
     class Doubled(nn.ConvTranspose2d):
         def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from measured import command
 from upconv import planner
 from upconv.bench.suites import parse_layer
 from upconv.cuda import gpu
+from upconv.cuda.family import call_seconds
 from upconv.explain import estimated_ceilings, verdict
 from upconv.planner import Device
 from upconv.problem import Problem
@@ -76,17 +77,20 @@ def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> Non
     h100 = gpu.KNOWN["H100"]
     plan, rates = planner.plan(p, Device("cuda", gpu=h100)), estimated_ceilings(h100)
     assert plan.choice is not None
-    seconds = plan.choice.seconds
+    seconds = call_seconds(plan.choice)
     roof = p.roof_seconds(rates["matmul_flops_per_s"]["tf32"], rates["copy_bytes_per_s"])
     assert code == 0 and out.splitlines()[-1] == (
-        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * seconds:.3g} ms on an NVIDIA "
-        f"H100, {roof / seconds:.0%} of the roof."
+        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * seconds:.3g} ms, packing included, on "
+        f"an NVIDIA H100, {roof / seconds:.0%} of the roof."
     )
     step = p.with_(pass_="step")
     plan = planner.plan(step, Device("cuda", gpu=h100))
-    seconds = sum(choice.seconds for choice in plan.choices("step").values())
+    seconds = sum(map(call_seconds, plan.choices("step").values()))
     text = verdict(step, plan, rates)
-    assert f" in about {1e3 * seconds:.3g} ms on " in text and "compute the forward pass and its gradients" in text
+    assert (
+        f" in about {1e3 * seconds:.3g} ms, packing included, on " in text
+        and "compute the forward pass and its gradients" in text
+    )
     assert text.startswith(f"upconv's kernels {', '.join(plan.engine('step')[5:].split('+'))} compute ")
 
 

@@ -58,7 +58,7 @@ def test_a_row_a_layer() -> None:
     ]
     assert found.closing == (
         "On a CPU PyTorch's own operator computes 1 of 3 calls (since it is not accelerated), upconv 2. "
-        "Gradients on a CPU are PyTorch's."
+        "Gradients on a CPU are by PyTorch's operator; the bias's may be summed apart."
     )
 
 

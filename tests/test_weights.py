@@ -106,7 +106,9 @@ def test_the_promise_ends_with_thaw_and_the_context(packing: None) -> None:
     assert not weights.frozen
 
 
-@pytest.mark.parametrize("function", (upconv.freeze, upconv.thaw, upconv.accelerate, upconv.restore, upconv.warmup))
+@pytest.mark.parametrize(
+    "function", (upconv.freeze, upconv.thaw, upconv.accelerate, upconv.restore, upconv.warmup, upconv.summary)
+)
 @pytest.mark.parametrize(("given", "got"), [(5, "a int"), ([], "a list"), (nn.Conv2d, "the class Conv2d")])
 def test_what_is_no_model_is_an_error(function: Callable[[object], object], given: object, got: str) -> None:
     wanted = f"^{function.__name__} takes a torch.nn.Module as its model, got {got}$"

@@ -55,6 +55,8 @@ def accelerate(model: Model, *, convolutions: bool = False, report: Report | Non
         The same model. Modules whose class or instance has a forward of its own are left as they are.
     """
     modules.require(model, "accelerate")
+    if report is not None and not callable(report):
+        raise TypeError(f"report must be called with each line, like print; got {report!r}")
     layers = [
         (names, module)
         for names, module in modules_of(model, _ConvNd)

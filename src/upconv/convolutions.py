@@ -29,7 +29,7 @@ from torch import Tensor
 from upconv import cpu, dispatch, ops, planner
 from upconv.autograd import Operation
 from upconv.cuda import engine
-from upconv.cuda.family import weighed
+from upconv.cuda.family import call_seconds
 from upconv.cuda.gpu import Gpu
 from upconv.planner import Plan
 from upconv.problem import Layout, Pass, Precision, Problem, is_channels_last, output_length
@@ -253,8 +253,7 @@ def faster(plan: Plan, pass_: Pass, training: bool = False) -> bool:
     choice, gpu, p = plan.selection(pass_).choice, plan.device.gpu, plan.problem
     if choice is None or gpu is None:
         return False
-    # By what its model says, or what it is taken for beside other families', whichever is more.
-    seconds, theirs = max(choice.seconds, weighed(choice)), expected(p, pass_, gpu)
+    seconds, theirs = call_seconds(choice), expected(p, pass_, gpu)
     margin, relayout = MARGIN, _RELAYOUT
     if training and theirs < SHORT:
         margin, relayout = MARGIN_SHORT, _RELAYOUT_SHORT

@@ -14,6 +14,7 @@ from upconv.bench.roofline import Ceilings
 from upconv.bench.run import plan_text
 from upconv.bench.tables import si
 from upconv.compiler import rule
+from upconv.cuda.family import call_seconds
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given
 from upconv.model_layers import Call
@@ -149,12 +150,12 @@ _PASSES: dict[Pass, str] = {
 
 
 def estimate(p: Problem, plan: Plan, ceilings: Ceilings) -> tuple[float, float] | None:
-    """Seconds that the cost model expects of a pass, at least its roof's, and its roof's; None without a model."""
+    """Seconds that calls of a pass are expected to take, at least its roof's, and its roof's; None without a model."""
     choices = plan.choices(p.pass_)
     if len(choices) < (3 if p.pass_ == "step" else 1):
         return None
     roof = sum(_roof(p.with_(pass_=pass_), ceilings) for pass_ in choices)
-    return max(roof, sum(choice.seconds for choice in choices.values())), roof
+    return max(roof, sum(map(call_seconds, choices.values()))), roof
 
 
 def verdict(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
@@ -162,6 +163,8 @@ def verdict(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
     what, engine, gpu = _PASSES[p.pass_], plan.engine(p.pass_), plan.device.gpu
     if engine == "torch":
         return f"PyTorch's own operator computes {what}: {plan.candidates[0].reason}."
+    if gpu is None and p.pass_ == "step" and plan.forward == "native":
+        return f"PyTorch's own operator computes the forward pass, and upconv's plan {engine} its gradients."
     names = engine.partition(":")[2].split("+")
     who = f"kernel{'s' if len(names) > 1 else ''} {', '.join(names)}" if gpu else f"plan {engine}"
     found = estimate(p, plan, ceilings)
@@ -170,9 +173,10 @@ def verdict(p: Problem, plan: Plan, ceilings: Ceilings) -> str:
         return f"upconv's {who} computes {what}; its roof is {roof:.3g} ms, and nothing estimates its time here."
     verb = "compute" if len(names) > 1 else "computes"
     article = "an" if gpu.name[:1] in "AEFHILMNORSX" else "a"
+    packing = any(choice.packing_seconds for choice in plan.choices(p.pass_).values())
+    taken = f"{1e3 * found[0]:.3g} ms{', packing included,' if packing else ''}"
     return (
-        f"upconv's {who} {verb} {what} in about {1e3 * found[0]:.3g} ms on {article} {gpu.name}, "
-        f"{found[1] / found[0]:.0%} of the roof."
+        f"upconv's {who} {verb} {what} in about {taken} on {article} {gpu.name}, {found[1] / found[0]:.0%} of the roof."
     )
 
 

@@ -107,7 +107,7 @@ def _closing(device: str, called: Sequence[Row]) -> str:
     because = f" ({'; '.join(reasons)})" if reasons else ""
     line = f"On {on} PyTorch's own operator computes {left} of {total} calls{because}, upconv {total - left}."
     if device == "cpu":
-        return f"{line} Gradients on a CPU are PyTorch's."
+        return f"{line} Gradients on a CPU are by PyTorch's operator; the bias's may be summed apart."
     counts = [sum(row.calls for row in here if getattr(row, name) != PYTORCH) for name in ("grad_input", "grad_weight")]
     return f"{line} Of the gradients for the input {counts[0]} of {total} are upconv's, for the weight {counts[1]}."
 
@@ -149,8 +149,10 @@ def summary(model: nn.Module, *example: Any) -> Summary:
         A `Summary`, which is a table for ``print``, and for a `rich.console.Console`.
 
     Raises:
+        TypeError: the model is no module.
         Whatever the model raises on the example.
     """
+    modules.require(model, "summary")
     scripted = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
     copied = scripted or any(isinstance(m, LazyModuleMixin) for m in model.modules())
     model = copy.deepcopy(model) if copied else model

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from upconv import convolutions, planner
-from upconv.cuda.family import weighed
+from upconv.cuda.family import call_seconds
 from upconv.planner import Plan
 from upconv.problem import Pass, Problem
 
@@ -62,7 +62,7 @@ def verdict(plan: Plan, training: bool) -> Verdict:
         expected = convolutions.expected(plan.problem, pass_, gpu)
         expected *= SLOWER_LAST if plan.problem.layout == "channels_last" else 1.0
         theirs += expected
-        ours += expected if choice is None else max(choice.seconds, weighed(choice))
+        ours += expected if choice is None else call_seconds(choice)
     host = HOST * len(passes)
     what = "its passes are" if training else "it is"
     estimates = f"{what} estimated{where} at {1e3 * ours:.3g} ms and {1e3 * host:.2g} ms of the host"

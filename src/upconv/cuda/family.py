@@ -128,11 +128,23 @@ def weighed(choice: Choice) -> float:
     return choice.seconds * choice.margin + choice.packing_seconds
 
 
+def call_seconds(choice: Choice) -> float:
+    """What a call is expected to take, in seconds: by its model, or as it stands beside others, whichever is more."""
+    return max(choice.seconds, weighed(choice))
+
+
 def best_of(found: dict[str, Choice | str]) -> Choice | None:
     """The choice of the least time among families' answers; of equals the first."""
     return min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
 
 
 def answer_of(found: dict[str, Choice | str]) -> Choice | str:
-    """A family's answer by those of its modes: `best_of`, or the sentences why there is none."""
-    return best_of(found) or "; ".join(dict.fromkeys(map(str, found.values())))
+    """A family's answer by those of its modes: `best_of`, or the sentences why there is none, with whose they are."""
+    if (best := best_of(found)) is not None:
+        return best
+    modes: dict[str, list[str]] = {}
+    for mode, sentence in found.items():
+        modes.setdefault(str(sentence), []).append(mode)
+    if len(modes) == 1:
+        return next(iter(modes))
+    return "; ".join(f"{' and '.join(of)}: {sentence}" for sentence, of in modes.items())

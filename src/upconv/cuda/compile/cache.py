@@ -249,6 +249,7 @@ def contents() -> Contents:
         folder = directory()
         if folder is None:
             return Contents(None, "UPCONV_CACHE is off")
+        most_bytes()
         if not folder.exists():
             return Contents(folder, None)
         problem = _refusal(folder.stat())
