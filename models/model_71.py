@@ -1720,12 +1720,12 @@ static __device__ __forceinline__ void copy_rows(const char* __restrict__ tensor
 #pragma unroll 2
       for (int rh = 0; rh < ROWS_H; rh++, offset += BLOCK * PITCH * 4) {
         int h = at.h + rh;
-        const char* from = base + (long long)h * (memory.w * 4);
+        const char* from = base + (long long)h * memory.w * 4;
         int misaligned = (int)((u64)from & 15), first = at.w + (unit * 16 - misaligned) / 4;  // column of the first element
         from += unit * 16 - misaligned;
         bool in = slice && (u32)h < (u32)memory.h && first + VEC > 0 && first < memory.w;
-        const int have = (memory.w - first) * 4;
-        copy16(to_address + offset, in ? from : tensor, in ? have < 16 ? have : 16 : 0);
+        const int have = memory.w - first < VEC ? memory.w - first : VEC;
+        copy16(to_address + offset, in ? from : tensor, in ? have * 4 : 0);
       }
     }
   }

@@ -101,6 +101,12 @@ def chosen(*case: Any, device: Device = H200, training: bool = False, **others: 
     return convolutions.choose(p, device, training)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 4, 8), (1, 2, 8, 4), (0, 2, 8, 8), (1, 2, 0, 8)])
+def test_a_convolution_without_an_output_has_no_transposed_one(shape: tuple[int, ...]) -> None:
+    """PyTorch computes the empty ones, and refuses an image that is smaller than the kernel."""
+    assert convolutions.transposed(shape, (3, 2, 5, 5), (1, 1), (0, 0), (1, 1), torch.float32, "tf32") is None
+
+
 SINGLE, LAST = {"precision": "tf32"}, {"layout": "channels_last"}
 BOTH = {"for_output", "for_input"}
 LARGE = (16, 64, 256, 256), 64, 3

@@ -25,6 +25,8 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gpu import H200
+from upconv.cuda.wgrad import wgrad, wgrad_search
+from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.problem import Layout, Pass, Problem
 
 pytestmark = needs_gxx
@@ -153,6 +155,22 @@ def test_gradients_for_weights_by_tiles(name: str, layout: Layout, emulator: Emu
         r"for \(int i = begin; i < end; i\+\+\)", "for (int i = begin; i < end; i += end - begin - 1)", source
     )
     of_weight(direct.Choice(p, drawn_tile(p), 2, Cost()), p)
+
+
+def test_gradients_for_weights_by_tensor_cores(emulator: Emulator) -> None:
+    """Of rows whose bytes are beyond an integer: of two ranges of chunks one has the first, the other the last."""
+    p = Problem.make(
+        1, 4, 4, (2**28 + 30,), 4, 4, bias=False, dtype=torch.bfloat16, precision="bf16", pass_="grad-weight"
+    )
+    assert p.out_size[0] * 2 > 2**31
+    torch.manual_seed(0)
+    emulator.mutate = lambda source: re.sub(
+        r"int begin = split \* s\.per_split, end = [^;]*;",
+        "int begin = split ? s.chunks - 1 : 0, end = begin + 1;",
+        source,
+    )
+    tiling = next(t for t in wgrad_search.candidates(p, H200) if isinstance(t, SyncTiling))
+    of_weight(wgrad.Choice(tiling, p, H200, 2, Cost()), p)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -205,5 +205,7 @@ def test_a_forward_takes_copies_only_where_they_stay_in_the_cache() -> None:
     choice: Any = family.best_of(found)
     assert choice is found["rearrange"]
     assert choice.temporary_bytes == 2 * (math.prod(small.input_shape) + math.prod(small.output_shape))
+    fewer: Any = families.choose(small.with_(batch=32), gpu.H200)["rearrange"]
+    assert fewer.packing == choice.packing, "a frozen layer keeps one copy for its sizes"
     assert "MB would not stay in the second-level cache" in str(families.choose(large, gpu.H200)["rearrange"])
     assert "second-level cache" not in str(families.choose(large.with_(pass_="grad-weight"), gpu.H200)["rearrange"])

@@ -448,7 +448,7 @@ class Tiling(TiledPixels):
         """Bytes of the kernel's tables in constant memory; about, and no less."""
         entries, variants = self.multiplied.total, len(self.multiplied.variants)
         of_entries = entries * (4 + 2 * self.subs)
-        of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 2 + 2)
+        of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 4 + 4)
         rows = sum(self.row_counts)
         bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self.multiplied.fills)
         return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256

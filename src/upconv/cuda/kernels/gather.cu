@@ -59,6 +59,8 @@ static constexpr int BUFFERS_AT = DRAINED ? (SLOTS_END + 1023) / 1024 * 1024 : S
 static constexpr int BARRIERS_AT = BUFFERS_AT + G::CONSUMERS * 4 * Store::BUFFER_BYTES;
 static constexpr int CLAIMS_AT = BARRIERS_AT + Pixels::BARRIER_BYTES + Ring::BARRIER_BYTES + Slots::BARRIER_BYTES;
 static_assert(C::shared_bytes == CLAIMS_AT + (C::claimed ? CLAIMS_BYTES : 0), "the planner's shared memory is not the kernel's");
+static_assert(!C::claimed || (C::stages_p + C::stages_s) / G::CHUNKS + 4 <= CLAIMS, "the thread that claims runs around the ring");
+static_assert(C::cluster == 1 || ClusterSums<C>::BYTES <= BUFFERS_AT, "a block's sums have no room where pixels and weights were");
 
 struct Memory {
   Pixels pixels;

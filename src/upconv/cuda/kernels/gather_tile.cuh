@@ -63,7 +63,6 @@ static constexpr int LOADER_WARP = 6, WEIGHTS_WARP = 7;
 static constexpr int FIRST_CONSUMER = C::wgmma ? 2 : 1;
 static constexpr int THREADS = FIRST_CONSUMER * 128 + CONSUMER_THREADS;
 static constexpr bool BOX = C::fetch != BY_THREADS;
-static constexpr bool SLOTS_BY_BOX = BOX && !C::channels_last;
 // The box is the tile: nothing to turn, and float32 is rounded to TF32, to nearest even, on its way.
 // IEEE needs both parts.
 static constexpr bool DIRECT_BOX = BOX && C::channels_last && C::precision != IEEE;

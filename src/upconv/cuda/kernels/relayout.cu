@@ -2,8 +2,8 @@
 // are no whole 16 bytes become pixels of `width`, of which the rest are zeros.
 //
 // A block copies TILE_C channels of TILE_P pixels through shared memory: on the one side warps take rows of pixels, whatever
-// their alignment, on the other threads take 16-byte units of channels. Of
-// images of `image` pixels, fewer than a tile has, `pixels` are those of all images, one behind the other.
+// their alignment, on the other threads take 16-byte units of channels. Of images of `image` pixels, fewer than a tile has,
+// `pixels` are those of all images, one behind the other.
 #include "elements.cuh"
 
 template <class C_>

@@ -119,6 +119,10 @@ class Choice(family.Choice):
         """Whether packed weights may be kept: they are the weight's own, not of one that is rearranged too."""
         return self.packs and "weight" not in self._contiguous.names
 
+    @property
+    def packing(self) -> Any:
+        return self.inner.packing if self._keeps else self
+
     def packed_bytes(self, given: Given) -> int:
         return self.inner.packed_bytes(given)
 
@@ -135,8 +139,8 @@ class Choice(family.Choice):
         given, names = around.given, dict[Operand, Operand](around.names)
         if self.problem.pass_ == "grad-weight":
             return renamed(inner.launches(given), names)
-        if given.weight == "packed":
-            return renamed((inner.multiply(given),), names)
+        if given.weight == "packed":  # behind a copy, for which the kernel does not wait
+            return renamed((replace(inner.multiply(given), dependent=False),), names)
         if not self.packs and not given.single:
             return renamed((inner.multiply(given._replace(weight="in place")),), names)
         packed = Scratch("packed", inner.packed_bytes(given))

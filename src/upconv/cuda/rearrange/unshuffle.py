@@ -104,10 +104,10 @@ def copies(p: Problem) -> tuple[int, int]:
 
 def refusal(p: Problem) -> str | None:
     """Why a layer's gradients are not computed without its stride, in a sentence; None when they may be."""
-    if p.pass_ == "fwd":
-        return "a forward has its phases as rows of M, without a copy"
     if math.prod(p.stride) == 1:
         return "there is no stride to be rid of"
+    if p.pass_ == "fwd":
+        return "a forward has its phases as rows of M, without a copy"
     if p.groups > 1 or max(p.dilation) > 1:
         return "only taps side by side, of layers without groups, are sorted by phase"
     if p.out_channels * math.prod(p.stride) > _MOST_CHANNELS and p.taps < _MANY_TAPS:
