@@ -16,8 +16,8 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
   ask for IEEE float32 the plain kernels compute.
-- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
-  with zeros behind them. Results are contiguous.
+- Tensors are copied to the contiguous memory format where needed; so are those whose rows are no multiple of 4
+  columns. Results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 64 x 1024 x 1024 on an NVIDIA H200:
@@ -493,6 +493,7 @@ struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<TF32> : Float32 {};
@@ -917,7 +918,7 @@ u32 part;                                               // this thread's of a st
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
 u32 at;                                                 // its part of the stage in hand
 u32 done;                                               // the barrier that says that this is free
-bool later = false, all = false;                        // [resident] than the first tile; all stages have come
+bool later = false, all = false;
 
 __device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
 __device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
@@ -1437,7 +1438,9 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
         int rows = 8;
         u32 row = buffer + g * Rows::PITCH;
         {
-          if (is_at<16>(misaligned)) {
+          if (misaligned & (C::store_unit - 1)) {
+            pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else if (is_at<16>(misaligned)) {
             pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
           } else {
             pass_rows<2 * 4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
@@ -1623,6 +1626,7 @@ using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = 4;
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
@@ -2084,6 +2088,30 @@ static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, c
 }
 };
 
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < SUMS; i += 8) sum += records[(long long)i * SUMS + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  const bool has = index < SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
+}
+
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
@@ -2212,9 +2240,10 @@ struct GradInput : Forward {
 
 struct GradWeight {
   static constexpr int precision = 0, cin = 64, cout = 64, block_ci = 64, block_co = 64, g_columns = 66, g_units = 18;
-  static constexpr int g_pitch = 76, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3, tile_w = 64, g_rows_h = 2;
-  static constexpr int apart_h = 1, warpgroups = 3, units = 1, stages = 2, unrolled = 16, stack = 3, row_classes = 1;
-  static constexpr int line_bytes = 256, segment = 128, producer_registers = 56, consumer_registers = 152;
+  static constexpr int g_pitch = 76, kernel_d = 1, kernel_h = 3, taps_h = 3, tile_h = 2, kernel_w = 3, taps_w = 3;
+  static constexpr int tile_w = 64, g_rows_h = 2, apart_h = 1, warpgroups = 3, units = 1, stages = 2, unrolled = 16;
+  static constexpr int stack = 3, row_classes = 1, line_bytes = 256, segment = 128, producer_registers = 56;
+  static constexpr int consumer_registers = 152;
   static constexpr bool channels_last = false;
 };
 
@@ -2243,11 +2272,11 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 // Columns, rows, slices, channels and images of a tensor.
 using Counts = std::array<cuuint64_t, 5>;
 
-// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
-// is found at run time, so that nothing links libcuda.
-kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
-                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+// A map over a tensor, dense but for rows that begin `row` columns apart, and the box that a copy brings: `box`
+// elements traversed by `steps` along each axis, innermost first; zeros where the tensor has none. `second`: both
+// have the channels behind the columns. The driver's function is found at run time: nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
+                              bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                               const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
                               CUtensorMapL2promotion promotion, CUresult& result) {
   void* encode = nullptr;
@@ -2262,7 +2291,7 @@ kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool cha
   if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
   cuuint64_t pitch = element;
-  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= i == 0 && !channels_last ? row : counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
@@ -2281,7 +2310,7 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
   Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
   for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
   CUresult result;
-  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  const auto map = tensor_map(t.data_ptr(), counts, t.stride(t.dim() - 2), t.element_size(), given..., result);
   TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
@@ -2293,7 +2322,8 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({147456}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, x.options().dtype(at::kByte));
+  std::optional<at::Tensor> zeros;  // counters of tiles that blocks claim; few are dealt out
+  if (sizes[10] >= 18 * blocks) zeros = at::zeros({8}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
   kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 195936), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
@@ -2308,7 +2338,8 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const c10::cuda::CUDAGuard guard(grad.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({147456}, grad.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({8}, grad.options().dtype(at::kByte));
+  std::optional<at::Tensor> zeros;  // counters of tiles that blocks claim; few are dealt out
+  if (sizes[10] >= 18 * blocks) zeros = at::zeros({8}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::GradInput>><<<36, 256, 0, stream>>>(of(weight), of(packed), 1);
   kernels::gather<kernels::GradInput><<<blocks, 512, shared(kernels::gather<kernels::GradInput>, 195936), stream>>>(
       of(grad), of(packed), nullptr, of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
@@ -2318,15 +2349,17 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
-                 int blocks, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor sums = at::empty({int64_t(slices) * 156960}, x.options().dtype(at::kByte));
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 208944), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 64, 4, 1, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+  kernels::add_records<kernels::GradWeight><<<1227, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -2396,12 +2429,13 @@ grad_input_launch = forward_launch  # tiles are alike
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x2x64 pixels."""
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x2x64 pixels.
+    Few chunks have fewer shares: the sums of 22 are added in a chunk's time."""
     tiles_d = source[0]
     tiles_h = ceil(source[1] + 2, 2)
     tiles_w = ceil(source[2], 64)
     chunks = batch * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(chunks, processors)))
+    each = max(ceil(chunks, processors), math.isqrt(chunks // 22))
     shares = ceil(chunks, each)
     return shares, shares, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
@@ -2439,32 +2473,16 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
 
 
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
-    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
-    more = -t.shape[-1] % multiple
-    if more:
-        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
-        wide[..., : t.shape[-1]] = t
-        return wide
-    t = t.contiguous(memory_format=FORMAT)
-    return t.clone() if t.data_ptr() % 16 else t
-
-
-def wide(t: Tensor, multiple: int) -> Tensor:
-    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
-    more = -t.shape[-1] % multiple
-    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
-
-
-def weight_of(sums: Tensor) -> Tensor:
-    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
-    axis; of each tile by taps along each axis, input and output channels."""
-    tiles = sums.as_strided(
-        (1, 1, 1, 1, 1, 1, 1, 3, 3, 64, 64),
-        (39240, 39240, 39240, 39240, 39240, 39240, 39240, 13080, 4360, 68, 1),
-    )
-    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((1, 64, 64, 1, 3, 3))
-    return whole[:, :64, :64, :1, :3, :3].reshape(WEIGHT)
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
+    multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
+    if multiple == 1:
+        t = t.contiguous(memory_format=FORMAT)
+        return t.clone() if t.data_ptr() % 16 else t
+    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+        strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
+        if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
+            return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
@@ -2477,10 +2495,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         return out
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
-        result = wide(out, 2)
-        launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
-        build(True).forward(x, weight, bias, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build(True).forward(x, weight, bias, out, *launch)
+        return out
     x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)
@@ -2495,10 +2512,9 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
         return out
     if is_fast(grad, weight.shape, given):
         grad = dense(grad, 4)
-        result = wide(out, 2)
-        launch = grad_input_launch(grad.shape[0], full(grad), full(result), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
+        build(True).grad_input(grad, weight, out, *launch)
+        return out
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
     return out.copy_(result)
@@ -2507,15 +2523,14 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return out
+        return x.new_zeros(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if is_fast(x, shape, given):
         x, grad = dense(x, 4), dense(grad)
-        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        sums = torch.empty((slices, 39240), device=x.device)
-        build(True).grad_weight(x, grad, sums, blocks, sizes)
-        return weight_of(sums.sum(0)).to(x.dtype)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build(True).grad_weight(x, grad, out, *launch)
+        return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
@@ -2625,5 +2640,7 @@ class ModelNew(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
+        if x.shape[-1] % 4 and is_fast(x, weight.shape, layer.given):
+            x = dense(x, 4)  # once for the forward and a gradient
         out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
         return out.squeeze(0) if single else out

@@ -16,9 +16,9 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
   ask for IEEE float32 the plain kernels compute.
-- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
-  with zeros behind them. The forward's rows have 64 columns: shorter ones are copied likewise, and longer ones are
-  cut. Results are contiguous.
+- Tensors are copied to the contiguous memory format where needed; so are those whose rows are no multiple of 4
+  columns. The forward's rows have 64 columns: shorter ones have zeros behind them, and longer ones are cut. Results
+  are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 64 x 64 x 64 on an NVIDIA
@@ -412,6 +412,7 @@ template <int P>
 struct NumberOf;
 struct Float32 {
   using Type = float;
+  using Bits = u32;
   static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
@@ -1796,8 +1797,10 @@ template <class C_>
 struct WgradShape {
 using C = C_;
 using Number = NumberOf<C::precision>;
+using Bits = typename Number::Bits;
 
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_d * C::taps_h;
 
 // A block's sums, [tap][ci][co], with pitches by which a warp's fragments meet all banks of shared memory: neighbours along co lie in a
@@ -2186,6 +2189,30 @@ static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, c
 }
 };
 
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < C::sets_w * SUMS; i += 8) sum += records[(long long)i * (C::sets_w * SUMS) + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / C::taps_h, kh = work.tap_h + tap % C::taps_h, kw = work.tap_w;
+  const bool has = index < C::sets_w * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
+}
+
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
@@ -2349,11 +2376,11 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 // Columns, rows, slices, channels and images of a tensor.
 using Counts = std::array<cuuint64_t, 5>;
 
-// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
-// is found at run time, so that nothing links libcuda.
-kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
-                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+// A map over a tensor, dense but for rows that begin `row` columns apart, and the box that a copy brings: `box`
+// elements traversed by `steps` along each axis, innermost first; zeros where the tensor has none. `second`: both
+// have the channels behind the columns. The driver's function is found at run time: nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
+                              bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                               const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
                               CUtensorMapL2promotion promotion, CUresult& result) {
   void* encode = nullptr;
@@ -2368,7 +2395,7 @@ kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool cha
   if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
   cuuint64_t pitch = element;
-  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= i == 0 && !channels_last ? row : counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
@@ -2387,7 +2414,7 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
   Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
   for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
   CUresult result;
-  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  const auto map = tensor_map(t.data_ptr(), counts, t.stride(t.dim() - 2), t.element_size(), given..., result);
   TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
@@ -2421,10 +2448,11 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
-                 int blocks, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor sums = at::empty({int64_t(slices) * 655200}, x.options().dtype(at::kByte));
   kernels::wgrad_wgmma<kernels::GradWeight><<<blocks, 512, shared(kernels::wgrad_wgmma<kernels::GradWeight>, 221232), stream>>>(
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
@@ -2432,6 +2460,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
        tensor_map(grad, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{20, 64, 2, 6, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+  kernels::add_records<kernels::GradWeight><<<5119, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -2515,12 +2544,13 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): 3 waves of blocks share the chunks of 1x4x2x16 pixels."""
+    """(blocks, slices of sums, sizes): 3 waves of blocks share the chunks of 1x4x2x16 pixels.
+    Few chunks have fewer shares: the sums of 4 are added in a chunk's time."""
     tiles_d = ceil(source[0], 4)
     tiles_h = ceil(source[1] + 4, 2)
     tiles_w = ceil(source[2], 16)
     chunks = batch * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(chunks, processors * 3 // 5)))
+    each = max(ceil(chunks, max(1, processors * 3 // 5)), math.isqrt(chunks // 4))
     shares = ceil(chunks, each)
     return shares * 5, shares, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
@@ -2558,32 +2588,22 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
 
 
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
-    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
-    more = -t.shape[-1] % multiple
-    if more:
-        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
-        wide[..., : t.shape[-1]] = t
-        return wide
-    t = t.contiguous(memory_format=FORMAT)
-    return t.clone() if t.data_ptr() % 16 else t
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
+    multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
+    if multiple == 1:
+        t = t.contiguous(memory_format=FORMAT)
+        return t.clone() if t.data_ptr() % 16 else t
+    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+        strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
+        if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
+            return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def wide(t: Tensor, multiple: int) -> Tensor:
     """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
     more = -t.shape[-1] % multiple
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
-
-
-def weight_of(sums: Tensor) -> Tensor:
-    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
-    axis; of each tile by taps along each axis, input and output channels."""
-    tiles = sums.as_strided(
-        (1, 1, 1, 1, 1, 5, 3, 5, 1, 32, 64),
-        (163800, 163800, 163800, 163800, 163800, 32760, 10920, 2184, 2184, 68, 1),
-    )
-    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((1, 32, 64, 3, 5, 5))
-    return whole[:, :32, :64, :3, :5, :5].reshape(WEIGHT)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
@@ -2595,14 +2615,13 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
     if out.numel() == 0:
         return out
     if is_fast(x, weight.shape, given):
+        x = dense(x, 4)
         if x.shape[-1] > 64:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
-            for begin in range(0, out.shape[-1], 64 - reach):
-                end = begin + 64 - reach
-                part = forward(x[..., max(0, begin - reach) : end], weight, bias, given)[..., min(begin, reach) :]
-                out[..., begin:end] = part[..., : end - begin]
+            for begin in range(0, x.shape[-1] - 4, 60):
+                part = forward(x[..., begin : begin + 64], weight, bias, given)[..., min(begin, reach) :]
+                out[..., begin + min(begin, reach) :][..., : part.shape[-1]] = part
             return out
-        x = dense(x, 64)
         result = wide(out, 68)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
         build(True).forward(x, weight, bias, result, *launch)
@@ -2632,15 +2651,14 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return out
+        return x.new_zeros(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if is_fast(x, shape, given):
         x, grad = dense(x, 4), dense(grad, 4)
-        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        sums = torch.empty((slices, 163800), device=x.device)
-        build(True).grad_weight(x, grad, sums, blocks, sizes)
-        return weight_of(sums.sum(0)).to(x.dtype)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build(True).grad_weight(x, grad, out, *launch)
+        return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
@@ -2662,6 +2680,8 @@ class ConvTranspose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if grad.shape[-1] % 4 and is_fast(grad, *ctx.rest[1:]):
+            grad = dense(grad, 4)  # once for both gradients
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
         by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
         return (
@@ -2750,5 +2770,7 @@ class ModelNew(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
+        if x.shape[-1] % 4 and is_fast(x, weight.shape, layer.given):
+            x = dense(x, 4)  # once for the forward and a gradient
         out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
         return out.squeeze(0) if single else out

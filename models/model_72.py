@@ -17,8 +17,8 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
-- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
-  with zeros behind them. Results are contiguous.
+- Tensors are copied to the contiguous memory format where needed; so are those whose rows are no multiple of 4
+  columns. Results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 32 x 12 x 24 x 48 on an NVIDIA H200:
@@ -401,6 +401,7 @@ struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<IEEE> : Float32 {};
@@ -1323,7 +1324,7 @@ u32 part;                                               // this thread's of a st
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
 u32 at;                                                 // its part of the stage in hand
 u32 done;                                               // the barrier that says that this is free
-bool later = false, all = false;                        // [resident] than the first tile; all stages have come
+bool later = false, all = false;
 
 __device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
 __device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay
@@ -1857,13 +1858,18 @@ static __device__ __forceinline__ void store(float (&acc)[C::mb][G::NB][32], con
       if (!image || oh >= s.out_h || left <= 0) continue;
       char* to = y + (((long long)n * C::cout + channel) * s.out_d + od) * s.out_h * s.out_w * 4 + ((long long)oh * s.out_w + ow) * 4;
       int end = (left < Rows::OUTPUTS ? left : Rows::OUTPUTS) * 4;
+      u32 misaligned = (u32)(u64)to | (u32)plane | end;  // multiples of what all rows begin and end at
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         char* first = to + h * 8 * plane;
         int rows = C::cout_g % 16 && slab.couts < 8 * h + 8 ? slab.couts - 8 * h : 8;
         u32 row = buffer + g * Rows::PITCH;
         {
-          pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          if (misaligned & (C::store_unit - 1)) {
+            pass_rows<4>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else {
+            pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          }
         }
         __syncwarp();
       }
@@ -2039,6 +2045,7 @@ using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = 4;
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_d * C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 static constexpr int SETS = C::sets_d * C::sets_h;
 static constexpr int CIN = C::groups * C::cin;
@@ -2173,6 +2180,30 @@ static __device__ __forceinline__ void clear_left(const char* tensor, const Wgra
 }
 };
 
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < S::TILES * SUMS; i += 8) sum += records[(long long)i * (S::TILES * SUMS) + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  const bool has = index < S::TILES * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
+}
+
 // Grad-weight on tensor cores: dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // A GEMM whose K is the pixels: M = block_ci input channels, N = block_co output channels, one accumulator for each tap of a set
@@ -2245,7 +2276,8 @@ struct Half {                              // of a step's K
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
   const int strip = step, row = strip / W_STRIPS, column = strip % W_STRIPS * 8 + (4 * k);
   const Rows q = S::q_row(row);
-  return {q, column, row * C::block_ci * C::x_pitch + column};
+  const int phase = (x_phase + ((u32)(q.n * S::CIN) * s.in_d + q.d) * s.in_h * s.in_w + q.h * s.in_w) & (VEC - 1);
+  return {q, column, row * C::block_ci * C::x_pitch + column + phase};
 }
 
 // Where a half begins in g's tile for a row of taps.
@@ -2403,7 +2435,7 @@ struct Forward {
   static constexpr int stages_w = 7, taps_unrolled = 6, fragment_sets = 3, entries[3] = {0, 18, 42};
   static constexpr int tap_rows[42] = {0, 1, 2, 67, 68, 69, 134, 135, 136, 268, 269, 270, 335, 336, 337, 402, 403, 404, 0, 1, 2, 3, 67, 68, 69, 70, 134, 135, 136, 137, 268, 269, 270, 271, 335, 336, 337, 338, 402, 403, 404, 405};
   static constexpr int tap_indices[168] = {68, -1, 103, -1, 66, -1, 101, -1, 64, -1, 99, -1, 54, 61, 89, 96, 52, 59, 87, 94, 50, 57, 85, 92, 40, 47, 75, 82, 38, 45, 73, 80, 36, 43, 71, 78, -1, -1, 33, -1, -1, -1, 31, -1, -1, -1, 29, -1, -1, -1, 19, 26, -1, -1, 17, 24, -1, -1, 15, 22, -1, -1, 5, 12, -1, -1, 3, 10, -1, -1, 1, 8, 69, -1, 104, -1, 67, -1, 102, -1, 65, -1, 100, -1, 63, -1, 98, -1, 55, 62, 90, 97, 53, 60, 88, 95, 51, 58, 86, 93, 49, 56, 84, 91, 41, 48, 76, 83, 39, 46, 74, 81, 37, 44, 72, 79, 35, 42, 70, 77, -1, -1, 34, -1, -1, -1, 32, -1, -1, -1, 30, -1, -1, -1, 28, -1, -1, -1, 20, 27, -1, -1, 18, 25, -1, -1, 16, 23, -1, -1, 14, 21, -1, -1, 6, 13, -1, -1, 4, 11, -1, -1, 2, 9, -1, -1, 0, 7};
-  static constexpr int run_groups = 8, producer_registers = 72, consumer_registers = 184;
+  static constexpr int run_groups = 8, store_unit = 16, producer_registers = 72, consumer_registers = 184;
   static constexpr bool channels_last = false, resident = false, boxed = false, claimed = true;
 };
 
@@ -2426,7 +2458,7 @@ struct GradWeight {
   static constexpr int g_units = 10, g_pitch = 44, tile_n = 2, kernel_d = 3, step_d = 2, padding_d = 1, sets_d = 3;
   static constexpr int kernel_h = 5, step_h = 2, dilation_h = 1, padding_h = 2, taps_h = 2, sets_h = 3, tile_h = 8;
   static constexpr int kernel_w = 7, step_w = 2, dilation_w = 1, padding_w = 3, taps_w = 7, tile_w = 16, q_rows_d = 2;
-  static constexpr int g_rows_h = 16, q_rows_h = 2, apart_h = 1, warp_m = 16, warp_n = 8, x_units = 4, x_pitch = 20;
+  static constexpr int g_rows_h = 16, q_rows_h = 2, apart_h = 1, warp_m = 16, warp_n = 8, x_units = 5, x_pitch = 20;
   static constexpr int row_classes = 1;
   static constexpr bool channels_last = false;
 };
@@ -2456,11 +2488,11 @@ int shared(void (*kernel)(Parameters...), int bytes) {
 // Columns, rows, slices, channels and images of a tensor.
 using Counts = std::array<cuuint64_t, 5>;
 
-// A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-// innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
-// is found at run time, so that nothing links libcuda.
-kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
-                              CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+// A map over a tensor, dense but for rows that begin `row` columns apart, and the box that a copy brings: `box`
+// elements traversed by `steps` along each axis, innermost first; zeros where the tensor has none. `second`: both
+// have the channels behind the columns. The driver's function is found at run time: nothing links libcuda.
+kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
+                              bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                               const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
                               CUtensorMapL2promotion promotion, CUresult& result) {
   void* encode = nullptr;
@@ -2475,7 +2507,7 @@ kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool cha
   if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
   std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
   cuuint64_t pitch = element;
-  for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+  for (int i = 0; i < 4; i++) pitches[i] = pitch *= i == 0 && !channels_last ? row : counts[i];
   if (second) {
     std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
     std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
@@ -2494,7 +2526,7 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
   Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
   for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
   CUresult result;
-  const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+  const auto map = tensor_map(t.data_ptr(), counts, t.stride(t.dim() - 2), t.element_size(), given..., result);
   TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
   return map;
 }
@@ -2506,7 +2538,8 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({688128}, x.options().dtype(at::kByte));
-  const at::Tensor zeros = at::zeros({20}, x.options().dtype(at::kByte));
+  std::optional<at::Tensor> zeros;  // counters of tiles that blocks claim; few are dealt out
+  if (sizes[10] >= 18 * blocks) zeros = at::zeros({20}, x.options().dtype(at::kByte));
   kernels::pack<kernels::GatherPack<kernels::Forward>><<<168, 256, 0, stream>>>(of(weight), of(packed), 1);
   kernels::gather<kernels::Forward><<<blocks, 512, shared(kernels::gather<kernels::Forward>, 227696), stream>>>(
       of(x), of(packed), of(bias), of(out), of(zeros), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
@@ -2525,13 +2558,15 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
-                 int blocks, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor sums = at::empty({int64_t(slices) * 403200}, x.options().dtype(at::kByte));
   kernels::wgrad<kernels::GradWeight><<<blocks, 256, shared(kernels::wgrad<kernels::GradWeight>, 131072), stream>>>(
       of(x), of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11]);
+  kernels::add_records<kernels::GradWeight><<<3150, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -2605,12 +2640,13 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): 3 waves of blocks share the chunks of 2x1x8x16 pixels."""
+    """(blocks, slices of sums, sizes): 3 waves of blocks share the chunks of 2x1x8x16 pixels.
+    Few chunks have fewer shares: the sums of 2 are added in a chunk's time."""
     tiles_d = source[0]
     tiles_h = ceil(source[1], 8)
     tiles_w = ceil(source[2], 16)
     chunks = ceil(batch, 2) * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(chunks, processors * 3 // 36)))
+    each = max(ceil(chunks, max(1, processors * 3 // 36)), math.isqrt(chunks // 2))
     shares = ceil(chunks, each)
     return shares * 36, shares * 8, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
@@ -2641,32 +2677,16 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
 
 
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
-    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
-    more = -t.shape[-1] % multiple
-    if more:
-        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
-        wide[..., : t.shape[-1]] = t
-        return wide
-    t = t.contiguous(memory_format=FORMAT)
-    return t.clone() if t.data_ptr() % 16 else t
-
-
-def wide(t: Tensor, multiple: int) -> Tensor:
-    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
-    more = -t.shape[-1] % multiple
-    return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
-
-
-def weight_of(sums: Tensor) -> Tensor:
-    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
-    axis; of each tile by taps along each axis, input and output channels."""
-    tiles = sums.as_strided(
-        (4, 1, 1, 3, 3, 1, 1, 2, 7, 16, 8),
-        (25200, 25200, 25200, 8400, 2800, 2800, 2800, 1400, 200, 12, 1),
-    )
-    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((4, 16, 8, 3, 6, 7))
-    return whole[:, :8, :8, :3, :5, :7].reshape(WEIGHT)
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
+    multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
+    if multiple == 1:
+        t = t.contiguous(memory_format=FORMAT)
+        return t.clone() if t.data_ptr() % 16 else t
+    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+        strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
+        if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
+            return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
@@ -2679,10 +2699,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         return out
     if is_fast(x, weight.shape, given):
         x = dense(x, 4)
-        result = wide(out, 4)
-        launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
-        build(True).forward(x, weight, bias, result, *launch)
-        return out if result is out else out.copy_(result[..., : out.shape[-1]])
+        launch = forward_launch(x.shape[0], full(x), full(out), processors(x.get_device()))
+        build(True).forward(x, weight, bias, out, *launch)
+        return out
     x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)
@@ -2708,15 +2727,14 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return out
+        return x.new_zeros(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if is_fast(x, shape, given):
-        x, grad = dense(x, 4), dense(grad)
-        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        sums = torch.empty((slices, 100800), device=x.device)
-        build(True).grad_weight(x, grad, sums, blocks, sizes)
-        return weight_of(sums.sum(0)).to(x.dtype)
+        x, grad = dense(x), dense(grad)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build(True).grad_weight(x, grad, out, *launch)
+        return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out

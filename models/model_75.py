@@ -16,8 +16,7 @@ Constraints:
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
-- Tensors are copied to the contiguous memory format where needed; so are rows that are no multiple of 4 columns,
-  with zeros behind them. Results are contiguous.
+- Tensors are copied to the contiguous memory format where needed. Results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 128 x 256 on an NVIDIA H200:
@@ -294,6 +293,7 @@ struct NumberOf;
 struct Float32 {
   using Type = float;
   using Bits = u32;
+  static __device__ __forceinline__ u32 bits(float v) { return __float_as_uint(v); }
   static __device__ __forceinline__ float value(float v) { return v; }
 };
 template <> struct NumberOf<IEEE> : Float32 {};
@@ -743,6 +743,7 @@ using Bits = typename Number::Bits;
 
 static constexpr int ELEMENT = 4;
 static constexpr int VEC = 16 / 4;                // elements of a 16-byte unit
+static constexpr int TAPS = C::kernel_h * C::kernel_w;
 static constexpr int SET_TAPS = C::taps_h * C::taps_w;
 static constexpr int CIN = C::groups * C::cin;
 static constexpr int COUT = C::groups * C::cout;
@@ -871,6 +872,30 @@ static __device__ __forceinline__ void clear_left(const char* tensor, const Wgra
 }
 };
 
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < C::groups * SUMS; i += 8) sum += records[(long long)i * (C::groups * SUMS) + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  const bool has = index < C::groups * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
+}
+
 // Matrix instructions, by a kernel's precision P.
 
 // --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
@@ -959,7 +984,8 @@ struct Half {                              // of a step's K
 static __device__ __forceinline__ Half half_of(int step, int k, const Sizes& s, u32 x_phase) {
   const int strip = step, row = strip / W_STRIPS, column = strip % W_STRIPS * 8 + (4 * k);
   const Rows q = S::q_row(row);
-  return {q, column, row * C::block_ci * C::x_pitch + column};
+  const int phase = (x_phase + ((u32)(q.n * S::CIN) * s.in_d + q.d) * s.in_h * s.in_w + q.h * s.in_w) & (VEC - 1);
+  return {q, column, row * C::block_ci * C::x_pitch + column + phase};
 }
 
 // Where a half begins in g's tile for a row of taps.
@@ -1108,11 +1134,12 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
 // --- constants: forward ----------------------------------------------------------------------------------------------
 
 struct Forward {
-  static constexpr int kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2, dilation_w = 1;
-  static constexpr int padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8, to_g = 16;
-  static constexpr int tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1, out_h = 2;
-  static constexpr int out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0, plane_pitch = 132;
-  static constexpr int vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3, unroll_w = 5;
+  static constexpr int kernel_d = 1, kernel_h = 3, kernel_w = 5, stride_h = 2, stride_w = 3, dilation_h = 2;
+  static constexpr int dilation_w = 1, padding_h = 1, padding_w = 2, precision = 1, lanes = 1, groups = 4, from_g = 8;
+  static constexpr int to_g = 16, tile_h = 4, tile_w = 128, rows = 2, channels = 4, chunk = 8, in_h = 1, in_w = 1;
+  static constexpr int out_h = 2, out_w = 3, min_h = -1, min_w = 0, span_h = 6, span_w = 132, first_w = 0;
+  static constexpr int plane_pitch = 132, vector = 4, batch = 5, threads = 256, min_blocks = 2, unroll_h = 3;
+  static constexpr int unroll_w = 5;
   static constexpr bool forward = true, lanes_are_channels = false;
 };
 
@@ -1129,9 +1156,10 @@ struct GradInput : Forward {
 
 struct GradWeight {
   static constexpr int precision = 1, groups = 4, cin = 8, cout = 16, block_ci = 16, block_co = 16, g_columns = 98;
-  static constexpr int g_units = 26, g_pitch = 108, kernel_h = 3, step_h = 2, dilation_h = 2, padding_h = 1, taps_h = 3;
-  static constexpr int tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2, taps_w = 5, tile_w = 32;
-  static constexpr int g_rows_h = 10, apart_h = 2, warp_m = 16, warp_n = 8, x_units = 8, x_pitch = 36, row_classes = 1;
+  static constexpr int g_units = 26, g_pitch = 108, kernel_d = 1, kernel_h = 3, step_h = 2, dilation_h = 2;
+  static constexpr int padding_h = 1, taps_h = 3, tile_h = 8, kernel_w = 5, step_w = 3, dilation_w = 1, padding_w = 2;
+  static constexpr int taps_w = 5, tile_w = 32, g_rows_h = 10, apart_h = 2, warp_m = 16, warp_n = 8, x_units = 9;
+  static constexpr int x_pitch = 36, row_classes = 1;
 };
 
 }  // namespace kernels
@@ -1175,13 +1203,15 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& sums,
-                 int blocks, const std::array<int, 12>& sizes) {
+void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& out,
+                 int blocks, int slices, const std::array<int, 12>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor sums = at::empty({int64_t(slices) * 78720}, x.options().dtype(at::kByte));
   kernels::wgrad<kernels::GradWeight><<<blocks, 256, shared(kernels::wgrad<kernels::GradWeight>, 175104), stream>>>(
       of(x), of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11]);
+  kernels::add_records<kernels::GradWeight><<<615, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 """
@@ -1253,12 +1283,13 @@ def grad_input_launch(batch, source, result, processors):
 
 
 def grad_weight_launch(batch, source, result, processors):
-    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x8x32 pixels."""
+    """(blocks, slices of sums, sizes): 1 wave of blocks share the chunks of 1x1x8x32 pixels.
+    Few chunks have fewer shares: the sums of 21 are added in a chunk's time."""
     tiles_d = source[0]
     tiles_h = ceil(source[1], 8)
     tiles_w = ceil(source[2], 32)
     chunks = batch * tiles_d * tiles_h * tiles_w
-    each = ceil(chunks, max(1, min(chunks, processors // 4)))
+    each = max(ceil(chunks, max(1, processors // 4)), math.isqrt(chunks // 21))
     shares = ceil(chunks, each)
     return shares * 4, shares * 4, (batch, *source, *result, tiles_d, tiles_h, tiles_w, chunks, each)
 
@@ -1288,27 +1319,10 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
-def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
-    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
-    more = -t.shape[-1] % multiple
-    if more:
-        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
-        wide[..., : t.shape[-1]] = t
-        return wide
+def dense(t: Tensor) -> Tensor:
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes."""
     t = t.contiguous(memory_format=FORMAT)
     return t.clone() if t.data_ptr() % 16 else t
-
-
-def weight_of(sums: Tensor) -> Tensor:
-    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
-    axis; of each tile by taps along each axis, input and output channels."""
-    tiles = sums.as_strided(
-        (4, 1, 1, 1, 1, 1, 1, 3, 5, 16, 16),
-        (4920, 4920, 4920, 4920, 4920, 4920, 4920, 1640, 328, 20, 1),
-    )
-    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape((4, 16, 16, 1, 3, 5))
-    return whole[:, :8, :16, :1, :3, :5].reshape(WEIGHT)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
@@ -1349,15 +1363,14 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
 def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return out
+        return x.new_zeros(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if is_fast(x, shape, given):
-        x, grad = dense(x, 4), dense(grad)
-        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        sums = torch.empty((slices, 19680), device=x.device)
-        build(True).grad_weight(x, grad, sums, blocks, sizes)
-        return weight_of(sums.sum(0)).to(x.dtype)
+        x, grad = dense(x), dense(grad)
+        launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
+        build(True).grad_weight(x, grad, out, *launch)
+        return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out

@@ -35,7 +35,7 @@ const char* run_{0}(void** given, int seed) {{ return host::run({0}, given, seed
 class Host(ctypes.Structure):
     """A tensor of ``host/torch_host.h``."""
 
-    _fields_ = (("memory", ctypes.c_void_p), ("sizes", ctypes.c_longlong * 7))
+    _fields_ = (("memory", ctypes.c_void_p), ("sizes", ctypes.c_longlong * 12))
 
 
 def of_hardware() -> set[str]:
@@ -95,8 +95,8 @@ class Extension:
 
 def _given(one: Tensor | int | tuple[int, ...] | None) -> Any:
     if isinstance(one, Tensor):
-        sizes = (one.dim(), one.element_size(), *one.shape)
-        return Host(one.data_ptr(), (ctypes.c_longlong * 7)(*sizes))
+        shape, strides = ((*of, *(0,) * (5 - one.dim())) for of in (one.shape, one.stride()))
+        return Host(one.data_ptr(), (ctypes.c_longlong * 12)(one.dim(), one.element_size(), *shape, *strides))
     if isinstance(one, int):
         return ctypes.c_int(one)
     return None if one is None else (ctypes.c_int * len(one))(*one)

@@ -17,9 +17,10 @@ struct Options {
 };
 struct Tensor {  // as tests/test_export_host.py fills it
   void* memory;
-  long long dimensions, element, sizes[5];
+  long long dimensions, element, sizes[5], strides[5];
   void* data_ptr() const { return memory; }
   long long size(int axis) const { return sizes[axis]; }
+  long long stride(int axis) const { return strides[axis]; }
   long long dim() const { return dimensions; }
   long long element_size() const { return element; }
   int device() const { return 0; }

@@ -58,6 +58,7 @@ namespace {{
 using std::max, std::min;
 
 [[maybe_unused]] int ceil(int a, int b) {{ return (a + b - 1) / b; }}
+[[maybe_unused]] int isqrt(int n) {{ return static_cast<int>(std::sqrt(double(n))); }}
 [[maybe_unused]] int rounded(int a, int b) {{ return static_cast<int>(std::nearbyint(double(a) / b)); }}
 
 [[maybe_unused]] int segments(int walks, int slices, int slots, int processors) {{  // cut so, walks are over soonest
@@ -213,7 +214,7 @@ def _map(k: Kernel, number: int, one: Map) -> Iterator[str]:
     counts = ", ".join(f"cuuint64_t({n})" for n in (*(f"sides.{side}[{i}]" for i in (2, 1, 0)), channels, "batch"))
     yield (
         f"const kernels::TensorMap map_{number} = tensor_map(const_cast<void*>({tensor}), {{{counts}}},\n"
-        f"      {p.dtype.itemsize}, {cpp.described(k, one)}, result);"
+        f"      sides.{side}[2], {p.dtype.itemsize}, {cpp.described(k, one)}, result);"
     )
     yield "if (result != CUDA_SUCCESS) return cudaErrorInvalidValue;"
 

@@ -14,8 +14,10 @@ import torch
 
 from upconv.cuda.compile import boxes
 from upconv.cuda.compile.boxes import Tensor5
-from upconv.cuda.launches import Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
+from upconv.cuda.gemm import gather
+from upconv.cuda.launches import THREADS, Given, Int, Launch, Long, Map, Pointer, Scratch, Zeros
 from upconv.cuda.wgrad import wgrad
+from upconv.export import passes
 from upconv.export.passes import Kernel
 
 LAUNCH = dedent(
@@ -44,6 +46,7 @@ _OF = dedent(
 _SET = "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)"
 
 DEFAULT_SHARED = 48 << 10
+_ADDED = 32 * 4  # bytes of sums that a block adds
 
 TENSOR_MAP = dedent(
     """\
@@ -52,11 +55,11 @@ TENSOR_MAP = dedent(
     // Columns, rows, slices, channels and images of a tensor.
     using Counts = std::array<cuuint64_t, 5>;
 
-    // A map over a dense tensor, and the box that one copy brings: `box` elements traversed by `steps` along each axis,
-    // innermost first. `second`: the map has the channels behind the columns, and so has the box. The driver's function
-    // is found at run time, so that nothing links libcuda.
-    kernels::TensorMap tensor_map(void* memory, Counts counts, int element, bool channels_last, bool second,
-                                  CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
+    // A map over a tensor, dense but for rows that begin `row` columns apart, and the box that a copy brings: `box`
+    // elements traversed by `steps` along each axis, innermost first; zeros where the tensor has none. `second`: both
+    // have the channels behind the columns. The driver's function is found at run time: nothing links libcuda.
+    kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
+                                  bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                                   const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
                                   CUtensorMapL2promotion promotion, CUresult& result) {
       void* encode = nullptr;
@@ -71,7 +74,7 @@ TENSOR_MAP = dedent(
       if (channels_last) std::rotate(counts.begin(), counts.begin() + 3, counts.begin() + 4);
       std::array<cuuint64_t, 4> pitches;  // bytes from an element to the next along all axes but the innermost
       cuuint64_t pitch = element;
-      for (int i = 0; i < 4; i++) pitches[i] = pitch *= counts[i];
+      for (int i = 0; i < 4; i++) pitches[i] = pitch *= i == 0 && !channels_last ? row : counts[i];
       if (second) {
         std::rotate(counts.begin() + 1, counts.begin() + 3, counts.begin() + 4);
         std::rotate(pitches.begin(), pitches.begin() + 2, pitches.begin() + 3);
@@ -94,7 +97,7 @@ _OF_TENSOR = dedent(
       Counts counts = {1, 1, 1, static_cast<cuuint64_t>(t.size(1)), static_cast<cuuint64_t>(t.size(0))};
       for (int i = 0; i < t.dim() - 2; i++) counts[i] = t.size(t.dim() - 1 - i);
       CUresult result;
-      const auto map = tensor_map(t.data_ptr(), counts, static_cast<int>(t.element_size()), given..., result);
+      const auto map = tensor_map(t.data_ptr(), counts, t.stride(t.dim() - 2), t.element_size(), given..., result);
       TORCH_CHECK(result == CUDA_SUCCESS, "the driver must be 12.0 or newer; for a tensor map it said ", int(result));
       return map;
     }
@@ -132,7 +135,11 @@ def launches(k: Kernel) -> tuple[Launch, ...]:
     """The records of a pass: what packs the weights, if anything does, then what computes, and what adds sums."""
     c = k.choice
     if isinstance(c, wgrad.Choice):
-        return c._two_steps(k.unit, Given("contiguous"))[: 1 if k.records else None]
+        t, slices = c.tiling, c.splits * c.tiling.k_slices
+        records = t.tiles * t.sums_bytes
+        added = Pointer(Scratch("sums", slices * records)), Pointer("result"), Int(slices)
+        adds = Launch(k.unit, passes.ADDS, -(-records // _ADDED), THREADS, 0, added)
+        return c._two_steps(k.unit, Given("contiguous"))[0], adds
     bias: Literal["given", "none"] = "given" if k.pass_ == "fwd" else "none"
     if not k.packed_words:
         return c.launches(Given("contiguous" if k.pass_ == "grad-weight" else "in place", bias=bias))
@@ -165,9 +172,9 @@ def prototype(k: Kernel) -> str:
         tensors = (
             "const at::Tensor& x",
             "const at::Tensor& grad",
-            f"const at::Tensor& {'sums' if k.records else 'out'}",
+            "const at::Tensor& out",
         )
-        counts = "int blocks" if k.records else "int blocks, int slices"
+        counts = "int blocks, int slices"
     else:
         bias = ("const std::optional<at::Tensor>& bias",) if k.pass_ == "fwd" else ()
         tensors = (f"const at::Tensor& {_source(k)}", "const at::Tensor& weight", *bias, "const at::Tensor& out")
@@ -183,7 +190,12 @@ def definition(k: Kernel) -> str:
     lines.append("const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();")
     for name, size in memory(k).items():
         options = f"{source}.options().dtype(at::kByte)"
-        lines.append(f"const at::Tensor {name} = at::{'zeros' if name == 'zeros' else 'empty'}({{{size}}}, {options});")
+        if name == "zeros":
+            many = f"sizes[{len(sizes(main_launch(k))) - 1}] >= {gather.CLAIMED_TILES} * blocks"
+            lines.append("std::optional<at::Tensor> zeros;  // counters of tiles that blocks claim; few are dealt out")
+            lines.append(f"if ({many}) zeros = at::zeros({{{size}}}, {options});")
+        else:
+            lines.append(f"const at::Tensor {name} = at::empty({{{size}}}, {options});")
     lines += [*calls(k, lambda one: _map(k, one)), "C10_CUDA_KERNEL_LAUNCH_CHECK();"]
     return prototype(k) + " {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
 

@@ -41,10 +41,10 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...], 
     if p.precision == "ieee" and p.groups > 1:
         multiplied += "; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are"
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
-    multiple = max((n for k in found if not k.columns for n in k.multiples), default=1)
-    rows = f"; so are rows that are no multiple of {multiple} columns, with zeros behind them" * (multiple > 1)
+    multiple = max(n for k in found for n in k.multiples)
+    rows = f"; so are those whose rows are no multiple of {multiple} columns" * (multiple > 1)
     rows += "".join(
-        f". The forward's rows have {k.columns} columns: shorter ones are copied likewise, and longer ones are cut"
+        f". The forward's rows have {k.columns} columns: shorter ones have zeros behind them, and longer ones are cut"
         for k in found
         if k.columns
     )

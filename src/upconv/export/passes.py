@@ -19,7 +19,6 @@ from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.phases import Phases
 from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.problem import Pass, Problem
 
@@ -29,6 +28,8 @@ _MODES = Sweep.mode, Phases.mode
 """Of `pixels` those whose tiles serve every size of NCHW tensors."""
 _ALIKE = 1.05
 """By how much a gradient may be slower, by estimate, with the forward's family: its file then has one family less."""
+ADDS = "add_records"
+"""The kernel that adds the sums of blocks to a weight's gradient."""
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
 
@@ -39,7 +40,7 @@ class Kernel:
     pass_: Pass
     choice: Choice
     alone: bool = False
-    """Whether it is without PyTorch, which else cuts rows and adds the sums of a weight's gradient."""
+    """Whether it is without PyTorch, which else cuts rows."""
 
     @property
     def name(self) -> str:
@@ -54,20 +55,20 @@ class Kernel:
     def unit(self) -> Unit:
         """Of a file weights are packed, and the sums of the weight's gradient are added in a second step."""
         c, unit = self.choice, self.choice.sources()[0]
-        if (t := self.records) is not None:
-            return Unit(unit.label, jit.instance(t.file, t.constants(), (f"{t.entry}<{jit.CONFIG}>",)), (t.entry,))
+        if isinstance(c, wgrad.Choice):
+            t, entries = c.tiling, (c.tiling.entry, ADDS)
+            names = tuple(f"{one}<{jit.CONFIG}>" for one in entries)
+            return Unit(unit.label, jit.instance(t.file, t.constants(), names), entries)
         if not isinstance(c, gather.Choice) or not self.store_unit:
             return unit
-        return replace(unit, source=gather.source(c.tiling, store_unit=self.store_unit, claimed=c.claimed))
-
-    @property
-    def records(self) -> AnyTiling | None:
-        """The tiling of blocks that leave records of sums, which PyTorch adds."""
-        return self.choice.tiling if isinstance(self.choice, wgrad.Choice) and not self.alone else None
+        any_rows = self.store_unit > c.tiling.element
+        source = gather.source(c.tiling, store_unit=self.store_unit, any_rows=any_rows, claimed=c.claimed)
+        return replace(unit, source=source)
 
     @property
     def store_unit(self) -> int:
-        """Bytes at multiples of which rows of `gather`'s NCHW results begin, so that it has one way to store them."""
+        """Bytes at multiples of which rows of `gather`'s NCHW results are to begin, for one way to store them; those of
+        others are stored by elements."""
         c = self.choice
         if not isinstance(c, gather.Choice) or c.tiling.channels_last or c.tiling.shuffle is not None:
             return 0
@@ -95,29 +96,32 @@ class Kernel:
         c, element = self.choice, self.choice.problem.dtype.itemsize
         if isinstance(c, joined.Choice):
             return self.columns + joined.gap(c.problem)
-        if isinstance(c, TileChoice) and not isinstance(c, gather.Choice):
-            return 16 // element if c.tile.aligned else 1
-        return max(1, self.store_unit // element)
+        return 16 // element if isinstance(c, TileChoice) and not isinstance(c, gather.Choice) and c.tile.aligned else 1
 
     @property
     def columns(self) -> int:
-        """The one length of the source's rows; longer ones are cut, shorter ones copied. 0: any."""
+        """The one length of the source's rows; longer ones are cut, shorter ones have zeros behind them. 0: any."""
         return self.choice.tile.width if isinstance(self.choice, joined.Choice) else 0
+
+    @property
+    def cut(self) -> int:
+        """Columns from one part of longer rows to the next. Parts overlap by as much as a position reaches, or more so
+        that they begin at 16 bytes."""
+        unit = self.multiples[0]
+        return (self.columns - joined.gap(self.choice.problem)) // unit * unit
 
     @property
     def multiples(self) -> tuple[int, int]:
         """Columns at a multiple of which the source's rows must begin, of the weight's gradient the input's and the
-        output's. Other tensors are copied, with zeros at the end of each row."""
+        output's. Of other tensors the rows are copied."""
         c = self.choice
         if isinstance(c, gather.Choice):
             t = c.tiling
             return (t.vec if t.tensor_map and not t.channels_last else 1), 1
         if isinstance(c, TileChoice):
-            return self.columns or 16 // c.problem.dtype.itemsize, 1
-        if isinstance(c, wgrad.Choice) and not c.tiling.channels_last:
-            w = c.tiling
-            by_boxes = isinstance(w, WarpgroupTiling) and w.box_g
-            return (w.vec if w.aligned else 1), (w.vec if by_boxes else 1)
+            return 16 // c.problem.dtype.itemsize, 1
+        if isinstance(c, wgrad.Choice) and isinstance(c.tiling, WarpgroupTiling) and not c.tiling.channels_last:
+            return c.tiling.vec, (c.tiling.vec if c.tiling.box_g else 1)
         return 1, 1
 
 
@@ -157,7 +161,7 @@ def _kind(choice: Choice) -> str:
 
 
 def _pass(p: Problem, pass_: Pass, gpu: Gpu) -> Problem:
-    """A gradient is of tensors whose rows are copied where they are no whole units of 16 bytes.
+    """A gradient is of tensors whose rows are copied where they do not begin at units of 16 bytes.
 
     The tensor copy engine then brings them, as it does a forward's input, and the file has one way to load pixels.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling
 from upconv.export import cpp, device, passes, plain, sizes
 from upconv.export.device import WIDTH
 from upconv.export.head import head
@@ -15,15 +14,17 @@ from upconv.export.template import (
     AUTOGRAD,
     CALLS,
     CUT,
+    DENSE,
     FAST_CALLS,
     FILE,
     FORWARD_ONLY,
-    RECORDS,
     RESULT,
     ROUNDED,
+    ROWS,
     SEGMENTS,
+    SHARED_GRAD,
+    SHARED_X,
     TF32,
-    WEIGHT_OF,
     WIDE,
 )
 from upconv.problem import Pass, Problem
@@ -50,7 +51,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "CONSTANTS": _constants(p),
         "PLAIN": plain.text(names),
         "FAST": fast(found, gpu),
-        "WEIGHT_OF": "".join(_weight_of(k.records) for k in found if k.records),
+        "DENSE": ROWS if any(max(k.multiples) > 1 for k in found) else DENSE,
         "WIDE": WIDE if any(k.result_multiple > 1 for k in found) else "",
         "ARCH": gpu.arch,
         "CAPABILITY": str(gpu.capability),
@@ -59,6 +60,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "ROUNDED": (ROUNDED if "rounded(" in launches else "") + (SEGMENTS if "segments(" in launches else ""),
         "PASSES": "forward" if forward_only else "three passes",
         "CALLS": "\n\n".join((*(_call(one, found) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)),
+        **_shared(found),
         "TF32": TF32 if by_flags else "",
         "FLAGS": " and rounds_to_tf32()" if by_flags else "",
         "MODEL": signature.model().rstrip("\n"),
@@ -75,32 +77,24 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
         if k.pass_ == pass_:
             rows, of_grad = (f", {n}" if n > 1 else "" for n in k.multiples)
             result = RESULT if k.result_multiple > 1 else {"RESULT": "", "OUT": "out", "RETURNED": "out"}
-            cut = {"CUT": CUT if k.columns else "", "COLUMNS": str(k.columns)}
+            step = k.columns and k.cut
+            cut = {"CUT": CUT if step else "", "STEP": str(step), "OVERLAP": str(k.columns - step)}
+            cut["COLUMNS"] = str(k.columns)
             values = {**cut, **result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
-            text = FAST_CALLS[pass_]
-            if (t := k.records) is not None:
-                text, values["WORDS"] = RECORDS, str(t.tiles * t.sums_bytes // 4)
-            fast_call = _filled(text, values)
+            fast_call = _filled(FAST_CALLS[pass_], values)
     return CALLS[pass_].replace("@FAST_CALL@", fast_call)
 
 
-def _weight_of(t: AnyTiling) -> str:
-    """How a weight's gradient lies in the sums of its tiles (`WgradShape`)."""
-    p, (ci, co), taps, sets = t.problem, t.block, t.taps, t.sets
-    tiles = [-(-count // of) for count, of in zip(t.channels, t.block)]
-    pitch = co + 4
-    tap = ci * pitch + 8
-    sizes = (p.groups, *tiles, *sets, *taps, ci, co)
-    strides = [1, pitch, tap, tap * taps[2], tap * taps[2] * taps[1]]
-    strides.append(t.sums_bytes // 4)
-    for n in (sets[2], sets[1], sets[0], tiles[1], tiles[0]):
-        strides.append(strides[-1] * n)
-    kernel = (1,) * (3 - p.rank) + p.kernel
-    whole = (p.groups, tiles[0] * ci, tiles[1] * co, *(a * b for a, b in zip(sets, taps)))
-    values = dict(zip(("CIN", "COUT", "KERNEL_D", "KERNEL_H", "KERNEL_W"), map(str, (*t.channels, *kernel))))
-    return _filled(
-        WEIGHT_OF, {**values, "SIZES": str(sizes), "STRIDES": str(tuple(strides[::-1])), "WHOLE": str(whole)}
-    )
+def _shared(found: tuple[Kernel, ...]) -> dict[str, str]:
+    """What has tensors that two kernels read copied once, where both have the same multiple of columns."""
+    of: dict[str, tuple[int, int]] = dict.fromkeys(passes.NAMES, (1, 1))
+    of |= {k.pass_: k.multiples for k in found}
+    x, grad = of["grad-weight"]
+    same_x, same_grad = x == of["fwd"][0] > 1, grad == of["grad-input"][0] > 1
+    return {
+        "SHARED_X": _filled(SHARED_X if same_x else "", {"MULTIPLE": str(x)}),
+        "SHARED_GRAD": _filled(SHARED_GRAD if same_grad else "", {"MULTIPLE": str(grad)}),
+    }
 
 
 def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:

@@ -18,6 +18,7 @@ from upconv.cuda.pixels.phases import Phases
 from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.pixels.tile import CONSUMERS
 from upconv.cuda.wgrad import wgrad
+from upconv.cuda.wgrad.wgrad_costs import Model
 from upconv.export.passes import Kernel, whole_rows
 
 _SOURCE = ("source_d", "source_h", "source_w")
@@ -74,14 +75,14 @@ def python(found: Sequence[Kernel], gpu: Gpu) -> str:
 def _body(k: Kernel, gpu: Gpu) -> str:
     s = of(k, gpu)
     numbers = ", ".join(s.numbers).replace(", ".join(_SOURCE), "*source").replace(", ".join(_RESULT), "*result")
-    lines = [f'"""({"blocks, slices of sums" if s.slices else "blocks"}, sizes): {s.what}"""']
+    lines = f'"""({"blocks, slices of sums" if s.slices else "blocks"}, sizes): {s.what}"""'.split("\n")
     lines += [f"{name} = {text}" for name, text in s.steps.items()]
     lines.append(f"return {', '.join(filter(None, (s.blocks, s.slices)))}, ({numbers})")
     body = "\n".join(f"    {line}" for line in lines)
     for tensor, names in (("source", _SOURCE), ("result", _RESULT)):
         for axis, name in enumerate(names):
             body = body.replace(name, f"{tensor}[{axis}]")
-    return body
+    return body.replace("isqrt(", "math.isqrt(")
 
 
 def c(k: Kernel, gpu: Gpu) -> list[str]:
@@ -139,15 +140,14 @@ def _sweep(t: Sweep) -> Sizes:
 def _phases(t: Phases) -> Sizes:
     d, h, w = t.strides
     return Sizes(
-        f"a block's two consumers take tiles of {t.tile_w} places of a row.",
+        f"persistent blocks, whose two consumers take tile after tile of {t.tile_w} places of a row.",
         {
             "tiles_d": _ceil("result_d", d),
             "tiles_h": _ceil("result_h", h),
             "tiles_w": _ceil("result_w", w * t.tile_w),
             "tiles": "batch * tiles_d * tiles_h * tiles_w",
-            "pairs": f"ceil(tiles, {CONSUMERS})",
         },
-        "min(pairs, processors)",
+        f"min(ceil(tiles, {CONSUMERS}), processors)",
         (*_RESULT, *_TILES, "tiles"),
     )
 
@@ -170,14 +170,17 @@ def _wgrad(c: wgrad.Choice, gpu: Gpu) -> Sizes:
     waves = _waves(c, gpu)
     rows = f"source_h + {t.halo}" if t.halo else "source_h"
     tiles = {name: _ceil(n, by) for name, n, by in zip(_TILES, ("source_d", rows, "source_w"), t.tile[1:])}
-    share = _product("processors", waves) + (f" // {t.tiles}" if t.tiles > 1 else "")
+    shares = _product("processors", waves) + (f" // {t.tiles}" if t.tiles > 1 else "")
+    shares = f"max(1, {shares})" if t.tiles > 1 else shares
+    cheap = round(Model(c.problem, gpu, general=True).shares_of_chunk(t)) or 1
     how = f"{waves} wave{'s' * (waves > 1)} of blocks share" if waves else "one block has"
+    more = f"\nFew chunks have fewer shares: the sums of {cheap} are added in a chunk's time." if waves else ""
     return Sizes(
-        f"{how} the chunks of {'x'.join(map(str, t.tile))} pixels.",
+        f"{how} the chunks of {'x'.join(map(str, t.tile))} pixels.{more}",
         {
             **tiles,
             "chunks": _product(_ceil("batch", t.tile[0]), *_TILES),
-            "each": f"ceil(chunks, max(1, min(chunks, {share})))" if waves else "chunks",
+            "each": f"max(ceil(chunks, {shares}), isqrt(chunks // {cheap}))" if waves else "chunks",
             "shares": "ceil(chunks, each)",
         },
         _product("shares", t.tiles),

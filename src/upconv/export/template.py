@@ -121,19 +121,7 @@ def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
-def dense(t: Tensor, multiple: int = 1) -> Tensor:
-    """The tensor in the fast kernels' memory format, beginning at 16 bytes; with zeros at the end of each row, so that
-    its columns are a multiple, where rows must begin at 16 bytes, too: they add nothing to any sum."""
-    more = -t.shape[-1] % multiple
-    if more:
-        wide = t.new_zeros((*t.shape[:-1], t.shape[-1] + more))
-        wide[..., : t.shape[-1]] = t
-        return wide
-    t = t.contiguous(memory_format=FORMAT)
-    return t.clone() if t.data_ptr() % 16 else t
-
-
-@WIDE@@WEIGHT_OF@@CALLS@
+@DENSE@@WIDE@@CALLS@
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +189,7 @@ class Layer(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
+@SHARED_X@        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
         return out.squeeze(0) if single else out
 '''
 
@@ -232,9 +220,9 @@ CALLS = {
     "grad-weight": '''def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
-    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return out
+        return x.new_zeros(shape)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
 @FAST_CALL@    x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
@@ -244,8 +232,8 @@ CALLS = {
 
 FAST_CALLS = {
     "fwd": """    if is_fast(x, weight.shape, given):
-@CUT@        x = dense(x@ROWS@)
-@RESULT@        launch = forward_launch(x.shape[0], full(x), full(@OUT@), processors(x.get_device()))
+        x = dense(x@ROWS@)
+@CUT@@RESULT@        launch = forward_launch(x.shape[0], full(x), full(@OUT@), processors(x.get_device()))
         build(True).forward(x, weight, bias, @OUT@, *launch)
         return @RETURNED@
 """,
@@ -262,27 +250,6 @@ FAST_CALLS = {
         return out
 """,
 }
-RECORDS = """    if is_fast(x, shape, given):
-        x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
-        blocks, slices, sizes = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        sums = torch.empty((slices, @WORDS@), device=x.device)
-        build(True).grad_weight(x, grad, sums, blocks, sizes)
-        return weight_of(sums.sum(0)).to(x.dtype)
-"""
-"""The gradient for the weight where blocks leave records of sums."""
-WEIGHT_OF = '''def weight_of(sums: Tensor) -> Tensor:
-    """The weight's gradient, of tiles' sums: by group, tiles of input and output channels, and sets of taps along each
-    axis; of each tile by taps along each axis, input and output channels."""
-    tiles = sums.as_strided(
-        @SIZES@,
-        @STRIDES@,
-    )
-    whole = tiles.permute(0, 1, 9, 2, 10, 3, 6, 4, 7, 5, 8).reshape(@WHOLE@)
-    return whole[:, :@CIN@, :@COUT@, :@KERNEL_D@, :@KERNEL_H@, :@KERNEL_W@].reshape(WEIGHT)
-
-
-'''
-
 AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
     """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
 
@@ -299,7 +266,7 @@ AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
+@SHARED_GRAD@        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
         by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
         return (
             ConvTranspose.apply(None, w, y, None, *ctx.rest) if by_x else None,
@@ -309,6 +276,13 @@ AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
             *(None,) * 3,
         )
 '''
+
+SHARED_X = """        if x.shape[-1] % @MULTIPLE@ and is_fast(x, weight.shape, layer.given):
+            x = dense(x, @MULTIPLE@)  # once for the forward and a gradient
+"""
+SHARED_GRAD = """        if grad.shape[-1] % @MULTIPLE@ and is_fast(grad, *ctx.rest[1:]):
+            grad = dense(grad, @MULTIPLE@)  # once for both gradients
+"""
 
 FORWARD_ONLY = '''class ConvTranspose(torch.autograd.Function):
     """The file has the forward alone."""
@@ -349,6 +323,28 @@ TF32 = '''def rounds_to_tf32() -> bool:
 
 '''
 
+DENSE = '''def dense(t: Tensor) -> Tensor:
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes."""
+    t = t.contiguous(memory_format=FORMAT)
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+'''
+ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
+    """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
+    multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
+    if multiple == 1:
+        t = t.contiguous(memory_format=FORMAT)
+        return t.clone() if t.data_ptr() % 16 else t
+    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+        strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
+        if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
+            return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
+'''
+"""Where kernels' rows are to begin at 16 bytes."""
 WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
     """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
     more = -t.shape[-1] % multiple
@@ -358,10 +354,9 @@ WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
 '''
 CUT = """        if x.shape[-1] > @COLUMNS@:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
-            for begin in range(0, out.shape[-1], @COLUMNS@ - reach):
-                end = begin + @COLUMNS@ - reach
-                part = forward(x[..., max(0, begin - reach) : end], weight, bias, given)[..., min(begin, reach) :]
-                out[..., begin:end] = part[..., : end - begin]
+            for begin in range(0, x.shape[-1] - @OVERLAP@, @STEP@):
+                part = forward(x[..., begin : begin + @COLUMNS@], weight, bias, given)[..., min(begin, reach) :]
+                out[..., begin + min(begin, reach) :][..., : part.shape[-1]] = part
             return out
 """
 """Of a kernel for rows of up to so many columns."""

@@ -36,7 +36,7 @@ WIDEST = 16
 _PACKING = 2.5e-6, 0.9e12
 _FOUR_LOADS = {True: 0.015, False: 0.06}
 _LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
-_CLAIMED_TILES = 18  # for each multiprocessor
+CLAIMED_TILES = 18  # for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Choice(TileChoice):
         read_twice = t.resident and t.m_groups > 1 and math.prod(source_shape(p)) > math.prod(result_shape(p))
         if read_twice or (t.channels_last and p.groups > 1):
             return False
-        return t.arguments(self.problem)[-1] >= _CLAIMED_TILES * self.gpu.multiprocessors
+        return t.arguments(self.problem)[-1] >= CLAIMED_TILES * self.gpu.multiprocessors
 
     @property
     def summary(self) -> str:

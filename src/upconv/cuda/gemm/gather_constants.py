@@ -31,14 +31,17 @@ class Stores(IntEnum):
     STORE_ROWS, STORE_PIXELS, STORE_PHASES, STORE_BOXES = range(4)
 
 
-def constants(t: Tiling, boxed: bool = False, store_unit: int = 0, claimed: bool = False) -> Constants:
+def constants(
+    t: Tiling, boxed: bool = False, store_unit: int = 0, any_rows: bool = False, claimed: bool = False
+) -> Constants:
     """All constants of a kernel.
 
     ``boxed``: its weights are not packed. ``store_unit``: bytes at multiples of which the result's rows begin and
-    end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``claimed``: its blocks
-    claim tiles (`Tiling.claimable`).
+    end (`gather.store_unit`), an element's if never at more; 0 for a kernel that serves all. ``any_rows``: an exported
+    file's, which stores other rows by elements. ``claimed``: its blocks claim tiles (`Tiling.claimable`).
     """
-    found = pixel_constants(t) | _weight_constants(t) | _step_constants(t) | _store_constants(t, store_unit)
+    found = pixel_constants(t) | _weight_constants(t) | _step_constants(t)
+    found |= _store_constants(t, store_unit, any_rows)
     found |= {"boxed": boxed, "claimed": claimed, "cluster": t.cluster}
     found["shared_bytes"] = t.shared_bytes + (CLAIMS_BYTES if claimed else 0)
     producers = producer_registers(t) if t.wgmma else 0  # both warpgroups of each kind together have a block's 65,536
@@ -157,7 +160,7 @@ def _bounds(t: Tiling) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _store_constants(t: Tiling, store_unit: int) -> Constants:
+def _store_constants(t: Tiling, store_unit: int, any_rows: bool) -> Constants:
     """Of the epilogue."""
     p = t.problem
     found: Constants = {"run_groups": t.runs, "bare": bool(t.multiplied.bare)}
@@ -170,7 +173,7 @@ def _store_constants(t: Tiling, store_unit: int) -> Constants:
     if t.drained:
         return found | {"store": Stores.STORE_BOXES, "out_span": t.out_span}
     if not t.channels_last:
-        return found | {"store": Stores.STORE_ROWS, "store_unit": store_unit}
+        return found | {"store": Stores.STORE_ROWS, "store_unit": store_unit, "any_rows": any_rows}
     units = result_shape(p)[1] % t.vec == 0 and not (p.groups > 1 and t.cout_g % t.vec)
     return found | {"store": Stores.STORE_PIXELS, "aligned_cout": units, "batch_as_width": p.batch_as_width}
 

@@ -273,7 +273,9 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
           __syncwarp();
           Rows::store_beside(first, plane, rows, s.batch - n, buffer, lane);
         } else if constexpr (CONTIGUOUS) {
-          if (C::store_unit == 16 || (C::store_unit != ELEMENT && is_at<16>(misaligned))) {
+          if (C::any_rows && misaligned & (C::store_unit - 1)) {
+            pass_rows<ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
+          } else if (C::store_unit == 16 || (C::store_unit != ELEMENT && is_at<16>(misaligned))) {
             pass_rows<16>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);
           } else if (C::store_unit == 2 * ELEMENT || (C::store_unit != ELEMENT && is_at<2 * ELEMENT>(misaligned))) {
             pass_rows<2 * ELEMENT>(acc, b[h], r, i, h, row, first, plane, rows, end, buffer, lane);

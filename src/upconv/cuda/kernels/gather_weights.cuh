@@ -185,7 +185,8 @@ u32 part;                                               // this thread's of a st
 CursorOf<C::stages_w> cursor;                           // the stage to be waited for next
 u32 at;                                                 // its part of the stage in hand
 u32 done;                                               // the barrier that says that this is free
-bool later = false, all = false;                        // [resident] than the first tile; all stages have come
+// [resident] Later than the first tile; all stages have come.
+bool later = false, all = false;
 
 __device__ __forceinline__ Fragments(const WeightRing<C>& ring, int wg, int thread) : ring(ring), part(W::part_of(wg, thread)), cursor({0, 0}) {}
 __device__ __forceinline__ void begin() { cursor = {0, 0}, all = later, later = true; }  // a tile, whose stages stay

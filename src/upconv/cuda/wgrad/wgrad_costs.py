@@ -81,6 +81,11 @@ class Model:
             found = min(found, (seconds + ending_seconds(splits), splits))
         return found
 
+    def shares_of_chunk(self, t: AnyTiling) -> float:
+        """Splits whose sums take as long on their way to the weight as a chunk."""
+        ending_seconds = self._endings(t)
+        return tile_clocks(self._chunk(t)) / self.gpu.clock / (ending_seconds(2) - ending_seconds(1))
+
     def cost(self, t: AnyTiling, splits: int) -> Cost:
         """The terms of `fastest`. A chunk is a tile of the model; what a block takes is spread over its chunks."""
         each, work = -(-t.chunks(self.p) // splits), self._chunk(t)

@@ -58,7 +58,7 @@ def refusal(p: Problem, gpu: Gpu) -> str | None:
 
 def candidates(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[AnyTiling]:
     """Every tiling worth a look for a problem. ``general``: of those that serve every size whose rows begin alike."""
-    for base in chain[AnyTiling](_warpgroup_bases(p, gpu, general), _sync_bases(p)):
+    for base in chain[AnyTiling](_warpgroup_bases(p, gpu, general), _sync_bases(p, general)):
         for chunk in _chunks(p, base, general):
             if (t := _tiling(p, gpu, base, chunk, general)) is not None:
                 yield t
@@ -66,7 +66,7 @@ def candidates(p: Problem, gpu: Gpu, general: bool = False) -> Iterator[AnyTilin
 
 def best(p: Problem, gpu: Gpu, general: bool = False) -> Found | None:
     """The cheapest tiling that is found; None where nothing fits. Of mma.sync only where no boxes bring the pixels."""
-    return _best(p, gpu, _warpgroup_bases(p, gpu, general), general) or _best(p, gpu, _sync_bases(p), general)
+    return _best(p, gpu, _warpgroup_bases(p, gpu, general), general) or _best(p, gpu, _sync_bases(p, general), general)
 
 
 def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Found | None:
@@ -170,8 +170,9 @@ def classes_of(p: Problem) -> tuple[int, int]:
 # They are of the layer at one size for all, so that kernels are found again at the next size.
 
 
-def _sync_bases(p: Problem) -> Iterator[SyncTiling]:
-    layer = settled(SyncTiling(any_size(p), (16, 8), (1, 1, 1), (1, 1, 1, 8), _aligned(p, p.size)), "problem")
+def _sync_bases(p: Problem, general: bool) -> Iterator[SyncTiling]:
+    aligned = not general and _aligned(p, p.size)
+    layer = settled(SyncTiling(any_size(p), (16, 8), (1, 1, 1), (1, 1, 1, 8), aligned), "problem")
     for block, taps in product(_blocks(*layer.channels), _tap_sets(p)):
         warp = _warps(p, block, math.prod(taps))
         if warp is not None:
