@@ -80,8 +80,8 @@ def test_the_last_line_says_whose_kernel_how_long_and_how_near_the_roof() -> Non
     seconds = call_seconds(plan.choice)
     roof = p.roof_seconds(rates["matmul_flops_per_s"]["tf32"], rates["copy_bytes_per_s"])
     assert code == 0 and out.splitlines()[-1] == (
-        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * seconds:.3g} ms, packing included, on "
-        f"an NVIDIA H100, {roof / seconds:.0%} of the roof."
+        f"upconv's kernel {plan.forward} computes the forward pass in about {1e3 * seconds:.3g} ms, packing included, "
+        f"on an NVIDIA H100, {roof / seconds:.0%} of the roof."
     )
     step = p.with_(pass_="step")
     plan = planner.plan(step, Device("cuda", gpu=h100))
