@@ -150,7 +150,7 @@ def run_prepared(prepared: Any, p: Problem, claim: bool = False) -> None:
 def run_claimed(p: Problem, wanted: Callable[[Any], bool]) -> None:
     """Blocks that claim tiles, several each."""
     chip = replace(gpu(0), multiprocessors=3)
-    gather._CLAIMED_TILES = 3
+    gather.CLAIMED_TILES = 3
     fitting = (gather.Choice(t, p, chip) for _, t in gather_search.considered(p, chip) if wanted(t))
     run_prepared(next(choice for choice in fitting if choice.claimed).prepare(0), p, claim=True)
 
