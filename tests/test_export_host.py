@@ -111,7 +111,7 @@ def rounded(t: Tensor, p: Problem) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", by_turns(FILES, 4))
+@pytest.mark.parametrize("number", by_turns(FILES, 6))
 def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     """At a size of more tiles than blocks, at one whose rows must be copied, and at one whose rows are cut."""
     p = kernelbench_problem(number)
