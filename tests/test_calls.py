@@ -110,7 +110,7 @@ def test_the_third_call_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looked) == 2
     calls.forget()
     looked.clear()
-    monkeypatch.setattr(calls, "_GUARDS", None)
+    monkeypatch.setattr(calls, "GUARDS", None)
     for _ in range(4):
         layer(torch.randn(4, 4, 5, 6))
     assert len(looked) == 4 and not calls.seen

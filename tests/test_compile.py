@@ -25,10 +25,10 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import upconv
 from conftest import EVERY, assert_close, diagonal, forced_plans, make_call
 from situations import differences, step
-from upconv import planner
+from upconv import dispatch, planner
 from upconv.compiler import layouts, recorded, rule
 from upconv.compiler.arguments import text_of
-from upconv.cuda import gpu
+from upconv.cuda import gpu, weights
 from upconv.problem import Problem
 from upconv.replay import replays
 
@@ -346,12 +346,27 @@ def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: p
             return found
 
     monkeypatch.setattr(replays.native, "module", Counting)
+    looked: list[int] = []
+    find_plan = dispatch.find_plan
+
+    def looking(*given: Any) -> Any:
+        looked.append(1)
+        return find_plan(*given)
+
+    monkeypatch.setattr(dispatch, "find_plan", looking)
     stock = nn.ConvTranspose1d(4, 6, 3, 2, 1)
     stock.load_state_dict(layer.state_dict())
     for times in range(replays.CALLS + 2):
         x = torch.randn(2, 4, 5)
         assert not differences(step(compiled, x, list(layer.parameters())), step(stock, x), 1e-4)
         assert sum(played) == max(0, times + 1 - replays.CALLS) * 2
+    assert len(looked) == (replays.CALLS + 1) * 2  # then guards recognise the call
+    with upconv.strict(True):
+        step(compiled, x, list(layer.parameters()))
+    assert len(looked) == (replays.CALLS + 2) * 2
+    weights.freeze(layer.weight)
+    step(compiled, x, list(layer.parameters()))
+    assert len(looked) == (replays.CALLS + 3) * 2
     monkeypatch.setattr(recorded, "_held", lru_cache(maxsize=4)(recorded._Held))  # strides are not noted without end
     with torch.no_grad():
         for wider in range(8):

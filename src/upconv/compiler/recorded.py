@@ -2,6 +2,9 @@
 
 `upconv.replay.replays` has those outside of graphs, and says what can be recorded. What is recorded here allocates
 nothing that outlives a call, since the memory pool of a captured graph does not allow it.
+
+Most calls of a graph are those that it made before. `replayed` recognises them by PyTorch's own guards, as
+`upconv.replay.calls` does outside of graphs, before a plan is looked for.
 """
 
 from __future__ import annotations
@@ -9,22 +12,77 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
+from upconv import refusals
 from upconv.cuda import engine, weights
 from upconv.planner import Plan
-from upconv.replay import native, replays
-from upconv.replay.calls import Operands
+from upconv.replay import calls, native, replays
+from upconv.replay.calls import Guarded, Operands
 from upconv.replay.replays import Results
 
 Mask = tuple[bool, bool, bool]
 
 
-def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
+class _Known(Guarded):
+    """Operands of a graph's call, and what replays it."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, plan: Plan, operands: list[Tensor], layer: Any) -> None:
+        super().__init__(operands, plan.problem.dtype, plan.problem.layout != "nchw")
+        self.layer = layer
+
+
+class _Seen:
+    """What is remembered of calls with the same arguments: those recognised last, and how many were noted."""
+
+    __slots__ = ("known", "made")
+
+    def __init__(self) -> None:
+        self.known: tuple[_Known, ...] = ()
+        self.made = 0
+
+
+def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> Any:
+    """The result of a pass that was made before, or a tuple of its gradients; None where it must be looked at.
+
+    The guards see each state that another result depends on: autograd's, transforms, modes, subclasses.
+
+    Args:
+        text: the arguments of the operator.
+        mask: the gradients that are asked for, in bits; 0 for the forward.
+        a: the input, or the output's gradient.
+        b: the weight, or the input.
+        c: the bias, or the weight.
+    """
+    seen = calls.graphs.get((text, mask))
+    if seen is None or weights.frozen or engine._collectors or refusals.active:
+        return None
+    for known in seen.known:
+        if known.fits(a, b) if c is None else known.fits(a, b, c):
+            return native.module().run(known.layer, a, b, c)
+    return None
+
+
+def _note(key: tuple[str, int], plan: Plan, operands: Operands, layer: Any) -> None:
+    if key not in calls.graphs and len(calls.graphs) >= calls.MOST:
+        calls.graphs.clear()
+    seen = calls.graphs.setdefault(key, _Seen())
+    if calls.GUARDS is None or seen.made >= calls.MOST_GUARDS:
+        return
+    seen.known = (_Known(plan, [t for t in operands if t is not None], layer), *seen.known[: calls.MOST_CALLS - 1])
+    seen.made += 1
+
+
+def compute(plan: Plan, mask: Mask | None, operands: Operands, key: tuple[str, int] | None = None) -> Results:
     """A pass by a plan, replayed where it can be; the third call like it is recorded.
 
     Args:
         plan: what the pass is computed by.
         mask: the gradients that are asked for; None for the forward.
         operands: input, weight and bias, or the output's gradient, input and weight.
+        key: `replayed`'s first arguments, so that it does so from then on; None where results are changed afterwards.
     """
     a, b, c = operands
 
@@ -41,6 +99,8 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands) -> Results:
     )
     if held.layer is not None and held.layer is not replays.NEVER:
         found = native.module().run(held.layer, a, b, c)
+        if found is not None and key is not None:
+            _note(key, plan, operands, held.layer)
         return run() if found is None else (found,) if mask is None else found
     if held.layer is None and replays.hoped and not engine._collectors:
         held.calls += 1

@@ -9,7 +9,7 @@ tracing, and negated, sparse or wrapped tensors are a difference too. What keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -43,7 +43,7 @@ _cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 # The getter of the attribute that `float32_precision` names, without the module in between (0.3 us against 1.5).
 _conv_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
-_GUARDS: Callable[..., Any] | None = getattr(
+GUARDS: Callable[..., Any] | None = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None
 )  # a private class: without it every call finds its plan by its description
 
@@ -62,17 +62,42 @@ def modes_watch() -> bool:
     return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
-class Call:
+class Guarded:
+    """Operands of a call that was made before, and PyTorch's flags that its plan depends on.
+
+    ``dtype`` is what the call computes in, ``last`` whether in channels_last. No tensor is held.
+    """
+
+    __slots__ = ("_check", "_last", "_precision")
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype, last: bool) -> None:
+        self._precision = float32_precision() if dtype is torch.float32 and tensors[0].is_cuda else None
+        self._last = last
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        assert GUARDS is not None
+        self._check = GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def fits(self, *tensors: Tensor) -> bool:
+        """Whether a call on as many operands has the same plan."""
+        return (
+            self._check(*tensors)
+            and forward_ad._current_level < 0
+            and (self._precision is None or self._precision == float32_precision())
+            and (not self._last or _cudnn_enabled())
+        )
+
+
+class Call(Guarded):
     """A call as it was made before, and the operation that it led to. ``dtype`` is what it computes in."""
 
     __slots__ = (
-        "_arguments", "_check", "_kind", "_last", "_precision", "_unbiased", "autocast", "differentiable", "inference",
-        "layers", "operation", "runner",
+        "_arguments", "_kind", "_unbiased", "autocast", "differentiable", "inference", "layers", "operation", "runner",
     )  # fmt: skip
 
     def __init__(self, operation: Operation, given: Operands, dtype: torch.dtype, arguments: Arguments) -> None:
         input, weight, bias = given
         tensors = (input, weight) if bias is None else (input, weight, bias)
+        super().__init__(tensors, dtype, operation.plan.problem.layout != "nchw")
         self.operation, self.inference = operation, operation.inference
         self.differentiable = any(t.requires_grad for t in tensors)
         """Whether an operand requires a gradient."""
@@ -86,11 +111,6 @@ class Call:
         """What autocast turns the input into; None where it is off."""
         self._arguments = arguments
         self._unbiased = bias is None
-        self._precision = float32_precision() if dtype is torch.float32 and input.is_cuda else None
-        self._last = operation.plan.problem.layout != "nchw"
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        assert _GUARDS is not None
-        self._check = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def is_this(self, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> bool:
         """Whether a call leads to the same plan."""
@@ -99,12 +119,9 @@ class Call:
             # A layer's own attributes are the same objects, and a copy's are integers.
             and (all(map(is_, self._arguments, arguments)) or all(map(integral, arguments)))
             and self._unbiased is (bias is None)
-            and (self._check(input, weight) if bias is None else self._check(input, weight, bias))
-            and forward_ad._current_level < 0
+            and (self.fits(input, weight) if bias is None else self.fits(input, weight, bias))
             and not (_function_modes() and modes_watch())
-            and (self._precision is None or self._precision == float32_precision())
             and (self.autocast is None or self.autocast is torch.get_autocast_dtype(self._kind))
-            and (not self._last or _cudnn_enabled())
         )
 
 
@@ -133,11 +150,14 @@ class Seen:
 Key = tuple[bool, torch.Size, torch.Size]
 """Whether a call is a plain convolution, and the shapes of its input and weight."""
 seen: dict[Key, Seen] = {}
+graphs: dict[tuple[str, int], Any] = {}
+"""What is remembered of compiled graphs' calls (`upconv.compiler.recorded`)."""
 
 
 def forget() -> None:
     """Drops what is remembered, and what replays it."""
     seen.clear()
+    graphs.clear()
 
 
 def known(plain: bool, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
@@ -158,7 +178,7 @@ def remember(operation: Operation, given: Operands, dtype: torch.dtype, argument
 
     ``dtype`` is what the call computes in.
     """
-    if _GUARDS is None or modes_watch() or not all(map(integral, arguments)):
+    if GUARDS is None or modes_watch() or not all(map(integral, arguments)):
         return
     key = operation.plain, given[0].shape, given[1].shape
     noted = seen.get(key)
