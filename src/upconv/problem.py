@@ -38,6 +38,17 @@ PRECISIONS: dict[torch.dtype, tuple[Precision, ...]] = {
 """The precisions in which a dtype can be multiplied; the first is the default."""
 
 PASSES: tuple[Pass, ...] = ("fwd", "grad-input", "grad-weight", "step")
+
+Triple = tuple[int, int, int]
+"""Along D, H and W."""
+
+
+def triple(values: Sequence[int], lone: int = 1) -> Triple:
+    """Along D, H and W, with ``lone`` for an axis that a layer does not have."""
+    d, h, w = (*(lone,) * (3 - len(values)), *values)
+    return d, h, w
+
+
 LAYOUTS: tuple[Layout, ...] = ("nchw", "channels_last")
 
 

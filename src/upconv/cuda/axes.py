@@ -22,9 +22,9 @@ from heapq import heapify, heapreplace
 from itertools import islice, product
 from typing import NamedTuple
 
-from upconv.cuda.gemm.shuffle import Shuffle, Triple
+from upconv.cuda.gemm.shuffle import Shuffle
 from upconv.derived import derived
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 MOST_W_SUBS = 64
 """W sub-positions of a tile: the epilogue's code grows with them."""
@@ -58,12 +58,6 @@ class Axis:
     def at(self, sub: int) -> Taps:
         """The taps of a sub-position; none where it has none."""
         return self._by_sub.get(sub, ())
-
-
-def triple(values: tuple[int, ...], lone: int = 1) -> Triple:
-    """Along D, H and W, with ``lone`` for an axis that a layer does not have."""
-    d, h, w = (lone,) * (3 - len(values)) + values
-    return d, h, w
 
 
 def source_shape(p: Problem) -> tuple[int, ...]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
-from upconv.problem import Precision, Problem
+from upconv.problem import Precision, Problem, triple
 
 _EXACT: dict[torch.dtype, Precision] = {
     torch.float32: "ieee",

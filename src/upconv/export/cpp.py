@@ -19,6 +19,7 @@ from upconv.cuda.launches import THREADS, Given, Int, Launch, Long, Map, Pointer
 from upconv.cuda.wgrad import wgrad
 from upconv.export import passes
 from upconv.export.passes import Kernel
+from upconv.problem import triple
 
 LAUNCH = dedent(
     """\
@@ -314,6 +315,6 @@ def dense(shape: Sequence[int], element: int, last: bool, second: bool) -> Tenso
     batch, channels, *size = shape
     if last:
         return boxes.channels_last(batch, channels, size, element)
-    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    d, h, w = triple(size)
     found = boxes.dense((w, h, d, channels, batch), element)
     return found.channels_second() if second else found

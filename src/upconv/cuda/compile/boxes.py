@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import product
 
 from upconv.cuda.gpu import MAX_BOX
+from upconv.problem import triple
 
 Five = tuple[int, int, int, int, int]
 
@@ -41,7 +42,7 @@ def channels_last(
     batch: int, channels: int, size: Sequence[int], element: int, batch_as_width: bool = False
 ) -> Tensor5:
     """A dense tensor in channels_last: channels, W, H, D, images. ``batch_as_width``: `Problem.batch_as_width`."""
-    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    d, h, w = triple(size)
     if not batch_as_width:
         return dense((channels, w, h, d, batch), element)
     pixel = channels * element
@@ -57,7 +58,7 @@ def of_class(
     end of the row before (their lead).
     """
     (of_rows, j), (of_channels, k) = rows, channels_
-    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    d, h, w = triple(size)
     row, channel = w * element, d * h * w * element
     begin = k * channel + j * row
     dims = (w + begin % 16 // element, -(-(h - j) // of_rows), d, -(-(channels - k) // of_channels), batch)
@@ -77,7 +78,7 @@ def alignment_classes(batch: int, channels: int, size: Sequence[int], element: i
     Those of a class are a tensor that the engine reads. ``size``: spatial; ``element``: in bytes. (1, 1) where every
     row begins at 16 bytes; None where slices or images have classes too, or one would be of nothing.
     """
-    d, h, w = (1,) * (3 - len(size)) + tuple(size)
+    d, h, w = triple(size)
     row = w * element
     slice_, channel = h * row, d * h * row
     if row % 16 == 0:
@@ -106,10 +107,9 @@ def fullest(
     Of equals that of the fewest images, then the narrowest: with a step along W the engine is slower
     (docs/experiments.md). ``stride``: from one of its pixels to the next in the tensor that is traversed.
     """
-    full = (1,) * (3 - len(size))
-    d, h, w = full + size
+    d, h, w = triple(size)
     slices_, rows_, columns_ = (
-        [n for n in _even(of, most) if (n - 1) * step < MAX_BOX] for of, step in zip((d, h, w), full + stride)
+        [n for n in _even(of, most) if (n - 1) * step < MAX_BOX] for of, step in zip((d, h, w), triple(stride))
     )
     best: tuple[tuple[int, ...], tuple[int, int, int, int]] | None = None
     for columns, rows in product(columns_, rows_):

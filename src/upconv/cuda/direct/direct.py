@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 from upconv.cuda import family
-from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import plain
@@ -20,7 +19,7 @@ from upconv.cuda.direct.costs import cost, least_seconds
 from upconv.cuda.direct.tiles import Tile, fitting, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
-from upconv.problem import Pass, Problem
+from upconv.problem import Pass, Problem, triple
 
 
 @dataclass(frozen=True)

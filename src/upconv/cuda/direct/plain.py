@@ -12,13 +12,12 @@ from itertools import chain
 import torch
 
 from upconv.cuda import family
-from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu, fma_lanes
 from upconv.cuda.launches import NULL, THREADS, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
 from upconv.cuda.scalars import PRECISIONS
-from upconv.problem import Pass, Problem
+from upconv.problem import Pass, Problem, triple
 
 _KERNELS: dict[Pass, tuple[str, tuple[str, ...]]] = {
     "fwd": ("plain_forward", ("source", "weight", "bias", "result")),

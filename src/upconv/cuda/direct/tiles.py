@@ -10,11 +10,11 @@ from itertools import product
 
 import torch
 
-from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape, triple
+from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived, derived_from, settled, varied
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 _UNROLLED = 512  # multiply-adds of a thread for a column of taps (longer: registers spill)
 _MOST_UNROLLED = 1024  # and for all taps: 1.0 s of NVRTC

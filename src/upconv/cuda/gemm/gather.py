@@ -26,7 +26,7 @@ from upconv.cuda.launches import NULL, THREADS, Given, Launch, Map, Pointer, Uni
 from upconv.cuda.packs import layer_text, packing_entries, weight_map
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.derived import derived
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 # Pixels along a side of images that are tried side by side. What tiles of larger ones read comes from many places
 # of the memory, which is slower (docs/experiments.md).
@@ -221,7 +221,7 @@ def tensors(t: Tiling, p: Problem) -> tuple[Tensor5, ...]:
     if not t.tensor_map:
         return ()
     channels, *size = source_shape(p)[1:]
-    d, h, w = (1,) * (3 - p.rank) + tuple(size)
+    d, h, w = triple(size)
     if t.channels_last:
         return (channels_last(p.batch, channels, size, t.element, p.batch_as_width),)
     if t.beside:

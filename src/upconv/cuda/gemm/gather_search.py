@@ -15,11 +15,11 @@ from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_sha
 from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
-from upconv.cuda.gemm.shuffle import Shuffle, Triple, countable, ways
+from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 _ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
 _MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
@@ -291,8 +291,7 @@ def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | Non
     pixels = math.prod(size)
     if p.layout == "channels_last" or any(n not in sizes for n in size) or pixels > most:
         return None
-    d, h, w = (1,) * (3 - p.rank) + size
-    return d, h, w
+    return triple(size)
 
 
 def considered(p: Problem, gpu: Gpu, general: bool = False, best: bool = False) -> list[tuple[Cost, Tiling]]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from upconv.cuda import family
-from upconv.cuda.axes import result_shape, source_shape, triple
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
@@ -25,7 +25,7 @@ from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_COUNTED, moved
 from upconv.cuda.pixels.tile import Tile as Base
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
 """Of a tile; several, since a slice's are divided among whole tiles."""
@@ -158,7 +158,7 @@ class Tile(Base):
         if self.element == 4:
             return super().source_map(p)
         channels, *size = source_shape(p)[1:]
-        d, h, w = triple(tuple(size))
+        d, h, w = triple(size)
         tensor = dense((w, h, d, channels, p.batch), self.element).channels_second()
         return Map("source", tensor, p.dtype, self.box, (1,) * 5, 128)
 

@@ -23,9 +23,7 @@ import math
 from dataclasses import dataclass
 
 from upconv.derived import derived
-from upconv.problem import Problem
-
-Triple = tuple[int, int, int]
+from upconv.problem import Problem, Triple, triple
 
 SLAB = 16  # rows of M that a warp has
 _MOST_ROWS = 64  # beyond, the strided layer has channels enough of its own,
@@ -87,23 +85,23 @@ class Shuffle:
 
     @derived
     def strides(self) -> Triple:
-        return self._full(self.layer.stride, 1)
+        return triple(self.layer.stride)
 
     @derived
     def kernel(self) -> Triple:
-        return self._full(self.layer.kernel, 1)
+        return triple(self.layer.kernel)
 
     @derived
     def zeros(self) -> Triple:
         """Taps of zeros ahead of the kernel along D, H, W."""
         ends = zip(self.layer.padding, self.layer.stride)
-        return self._full(tuple(-pad % s * self.ahead for pad, s in ends), 0)
+        return triple(tuple(-pad % s * self.ahead for pad, s in ends), 0)
 
     @derived
     def leads(self) -> Triple:
         """Outputs of the first position along D, H, W that the padding has cut off."""
         ends = zip(self.layer.padding, self.layer.stride)
-        return self._full(tuple(pad % s * (not self.ahead) for pad, s in ends), 0)
+        return triple(tuple(pad % s * (not self.ahead) for pad, s in ends), 0)
 
     @property
     def channels_last(self) -> bool:
@@ -150,8 +148,3 @@ class Shuffle:
             found |= {f"layer_stride_{name}": stride, f"layer_kernel_{name}": kernel}
             found |= {f"lead_{name}": lead, f"zeros_{name}": zeros}
         return found
-
-    @staticmethod
-    def _full(values: tuple[int, ...], leading: int) -> Triple:
-        d, h, w = (leading,) * (3 - len(values)) + values
-        return d, h, w

@@ -6,17 +6,17 @@ the stores, all of shared memory, and what the kernel cannot run; `gather_consta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from upconv.cuda.axes import MOST_CONSTANTS, Division, Entries, Unfit, multiplied, positions, result_shape, source_shape
-from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS, Fetch, TiledPixels, of_pixels, of_taps
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX
 from upconv.derived import derived, derived_from
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 _MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
@@ -463,16 +463,6 @@ class Tiling(TiledPixels):
 
     def arguments(self, p: Problem) -> tuple[int, ...]:
         """The kernel's integer arguments behind its four pointers."""
-        lead = (1,) * (3 - p.rank)
-        n, d, h, w = self.counts(p)
-        return (
-            p.batch,
-            *lead,
-            *source_shape(p)[2:],
-            *lead,
-            *result_shape(p)[2:],
-            d,
-            h,
-            w,
-            n * d * h * w * self.m_groups,
-        )
+        counts = self.counts(p)
+        sizes = *triple(source_shape(p)[2:]), *triple(result_shape(p)[2:])
+        return p.batch, *sizes, *counts[1:], math.prod(counts) * self.m_groups

@@ -12,10 +12,10 @@ from itertools import product
 
 from upconv.cuda.axes import Axis, Division, Multiplied, gather_axes, multiplied, result_shape, source_shape
 from upconv.cuda.compile.boxes import MAX_CLASSES
-from upconv.cuda.gemm.shuffle import Shuffle, Triple
+from upconv.cuda.gemm.shuffle import Shuffle
 from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.derived import derived, derived_from, derived_without
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple
 
 MAX_PIXELS = 12 * 192  # a producer thread keeps track of 12
 _MAX_PLANES = 32

@@ -17,11 +17,10 @@ from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape, triple
+from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import channels_last, fullest
 from upconv.cuda.cost import Work
-from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import CLUSTERS, MAX_BOX_STEP, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
@@ -36,7 +35,7 @@ from upconv.cuda.pixels.tile import (
     stores_wide,
 )
 from upconv.derived import derived_without, varied
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 _MOST_TAPS = 512  # and phases
 _WASTE = 1.04  # columns that all blocks have, of a result's channels

@@ -15,13 +15,12 @@ from functools import lru_cache
 from itertools import accumulate, permutations, product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import any_size, gather_axes, triple
+from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile.boxes import Five
 from upconv.cuda.cost import Work
-from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, Tile, fitted, moved
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 _MOST_PHASES = 5
 """Of W: their order is found by trying all."""

@@ -20,13 +20,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from upconv.cuda.axes import any_size, result_shape, source_shape, triple
+from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, SPAN, Tile, fitted, moved
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 _PLACES = CONSUMERS * 64  # of a tile
 _SUBPIXEL_COLUMNS = (256, 192, 128, 96, 64, 32)

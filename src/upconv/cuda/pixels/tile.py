@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
-from upconv.cuda.axes import result_shape, source_shape, triple
+from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
-from upconv.cuda.gemm.shuffle import Triple
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import THREADS, Argument, Given, Map, Pointer, ints
 from upconv.derived import derived_without, varied
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 CONSUMERS = 2
 MOST_COUNTED = 2**31
@@ -224,7 +223,7 @@ class Tile:
     def source_map(self, p: Problem) -> Map:
         """Over the source, here one in NCHW. float32 is rounded to TF32 on its way."""
         channels, *size = source_shape(p)[1:]
-        d, h, w = triple(tuple(size))
+        d, h, w = triple(size)
         tensor = dense((w, h, d, channels, p.batch), self.element)
         return Map("source", tensor, p.dtype, self.box, (1,) * 5, rounded=p.precision == "tf32")
 

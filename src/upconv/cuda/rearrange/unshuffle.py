@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import math
 
-from upconv.cuda.axes import triple
 from upconv.cuda.compile import jit
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Operand, Pointer, Scratch, Unit, five_strides, ints
 from upconv.cuda.rearrange.around import Around
 from upconv.cuda.scalars import geometry
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 _MOST_CHANNELS, _MANY_TAPS = 64, 256  # channels and phases beyond which only layers of so many taps gain
 _MOST_PADDED = 2  # times as many channels in channels_last, where zeros make whole 16 bytes of them

@@ -41,7 +41,7 @@ from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Ending, Model, ending
 from upconv.cuda.wgrad.wgrad_search import best, refusal
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 _LANES, _FEW = 8, 128  # that divide the records of a sum, where sums of so many shares are so few
 _ADDING = {
@@ -159,10 +159,10 @@ class Choice(family.Choice):
         """Images and sizes, of the input and of the output, and counts of chunks. A `gapless` kernel is told of a
         chunk's box in place of the input, which boxes bring."""
         t, p = self.tiling, self.problem
-        full, counts = (1,) * (3 - p.rank), t.counts(p)
-        images = t.chunk if t.gapless else (p.batch, *full, *p.size)
+        counts = t.counts(p)
+        images = t.chunk if t.gapless else (p.batch, *triple(p.size))
         chunks = math.prod(counts)
-        return ints((*images, *full, *p.out_size, *counts[1:], chunks, -(-chunks // self.splits)))
+        return ints((*images, *triple(p.out_size), *counts[1:], chunks, -(-chunks // self.splits)))
 
     def _to(self, given: Given) -> tuple[Long, ...]:
         """The strides of the result, and whether it is float32."""

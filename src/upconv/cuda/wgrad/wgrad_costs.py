@@ -12,7 +12,7 @@ from upconv.cuda.gpu import RATES, SECTOR, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import derived
-from upconv.problem import Problem
+from upconv.problem import Problem, triple
 
 # Fitted, on an H200, to timed tilings of both layouts (docs/design.md, Cost models). Clocks of a block, which begins
 # and leaves its sums, and of a chunk, whose first fragments are waited for; mma.sync's warps meet twice, too.
@@ -212,7 +212,7 @@ def _run(t: AnyTiling, p: Problem) -> int:
     if t.channels_last:
         return t.block[1] * t.element
     run = t.element
-    for taps, kernel in zip(reversed((t.block[1], *t.taps)), (*reversed(p.kernel), *(1,) * (3 - p.rank), 0)):
+    for taps, kernel in zip(reversed((t.block[1], *t.taps)), (*reversed(triple(p.kernel)), 0)):
         run *= taps
         if taps != kernel:
             break

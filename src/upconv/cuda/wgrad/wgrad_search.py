@@ -16,10 +16,10 @@ from upconv.cuda.axes import any_size
 from upconv.cuda.compile.boxes import MAX_CLASSES, alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Model
-from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling, Triple
+from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import settled, varied
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
@@ -258,7 +258,7 @@ def _blocks(cin: int, cout: int) -> Iterator[tuple[int, int]]:
 
 def _tap_sets(p: Problem) -> tuple[Triple, ...]:
     """Boxes of neighbouring taps."""
-    d, h, w = (1,) * (3 - p.rank) + p.kernel
+    d, h, w = triple(p.kernel)
     wide = [v for v in parts(w) if v <= 9]
     found = [(1, 1, v) for v in wide]
     if max(wide) == w:
@@ -271,7 +271,7 @@ def _tap_sets(p: Problem) -> tuple[Triple, ...]:
 
 def _column_sets(p: Problem) -> tuple[Triple, ...]:
     """Boxes of columns of taps, whose rows of x an instruction may take together."""
-    d, h, w = (1,) * (3 - p.rank) + p.kernel
+    d, h, w = triple(p.kernel)
     heights = [v for v in parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
     found = [(1, v, u) for v in heights for u in parts(w)]
     found += [(v, h, u) for v in parts(d)[1:] for u in (1, w) if h in heights]

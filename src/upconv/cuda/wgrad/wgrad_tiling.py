@@ -15,20 +15,13 @@ from typing import ClassVar, NamedTuple
 
 from upconv.cuda.compile import jit
 from upconv.derived import derived, derived_from, derived_without
-from upconv.problem import Problem
+from upconv.problem import Problem, Triple, triple
 
-Triple = tuple[int, int, int]
 Chunk = tuple[int, int, int, int]
 """Images and positions along D, H and W."""
 of_chunk = derived_without("stages")
 
 WARPS = 8  # of the mma.sync kernel
-
-
-def triple(values: tuple[int, ...], fill: int) -> Triple:
-    """A value for each of three axes."""
-    d, h, w = (fill,) * (3 - len(values)) + values
-    return d, h, w
 
 
 class Rows(NamedTuple):
@@ -66,15 +59,15 @@ class Tiling:
 
     @derived_from("problem")
     def kernel(self) -> Triple:
-        return triple(self.problem.kernel, 1)
+        return triple(self.problem.kernel)
 
     @derived_from("problem")
     def steps(self) -> Triple:
-        return triple(self.problem.stride, 1)
+        return triple(self.problem.stride)
 
     @derived_from("problem")
     def dilation(self) -> Triple:
-        return triple(self.problem.dilation, 1)
+        return triple(self.problem.dilation)
 
     @derived_from("problem")
     def padding(self) -> Triple:
