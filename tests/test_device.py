@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -37,10 +38,16 @@ LAYERS = {
 }
 
 
+@cache
+def templates_of(found: tuple[Kernel, ...]) -> str:
+    """Kept, since it takes seconds."""
+    return device.templates(found, H200)
+
+
 def text_of(found: tuple[Kernel, ...]) -> str:
     """All device code of a file, with its includes."""
     includes = "".join(f"#include <{name}>\n" for name in device.includes(found))
-    templates = device.templates(found, H200)
+    templates = templates_of(found)
     return includes + device.spaced(templates, *(device.constants(k, found, templates) for k in found))
 
 
@@ -67,7 +74,7 @@ def test_kernels_compile_to_what_the_librarys_do(found: tuple[Kernel, ...]) -> N
 
 @needs_nvrtc
 def test_everything_that_is_defined_is_used(found: tuple[Kernel, ...]) -> None:
-    templates = device.templates(found, H200)
+    templates = templates_of(found)
     text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', "", templates)
     words = re.findall(r"\w+", text)
     defined = re.findall(r"^(?:template <[^>]*>\n?\s*)?(?:static )?__device__ [\w &*:<>]*?(\w+)\(", text, re.MULTILINE)
@@ -213,7 +220,7 @@ def test_layers_here_take_every_kind_of_kernel() -> None:
 def test_comments_are_on_kernels_of_the_files_own_flags() -> None:
     """And those for the library alone are in no file; a flag's comment loses its mark."""
     found = passes.kernels(LAYERS["strided"], H200)
-    text = device.templates(found, H200)
+    text = templates_of(found)
     flags = {name: value == "true" for k in found for kind, name, value in device._members(k) if kind == "bool"}
     assert not re.search(r"// \[[\w. ]+\] ", text)
     source = "".join(path.read_text() for path in sorted(jit.KERNELS.glob("*.cu*")))

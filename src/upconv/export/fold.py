@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 from tree_sitter import Node
 
@@ -65,15 +66,15 @@ def folded(
     for known, comment in _MASKED:
         text = text.replace(known, comment)
     structs = [of for _, of in parts]
-    literals = Tree(text, structs).numbers
-    while True:
-        before = text
-        for step in (specialised, _evaluated, _reached):
-            tree = Tree(text, structs, literals, levels)
-            text = step(tree, wanted)
-            text = re.sub(rf"[ \t]+$|^[ \t]+(?={PRAGMA})", "", text, flags=re.MULTILINE)
-        if text == before:
+    tree, unchanged = Tree(text, structs, levels=levels), 0
+    literals = tree.literals = tree.numbers
+    for step in cycle((_reached, specialised, _evaluated)):
+        before, text = text, re.sub(rf"[ \t]+$|^[ \t]+(?={PRAGMA})", "", step(tree, wanted), flags=re.MULTILINE)
+        unchanged = unchanged + 1 if text == before else 0
+        if unchanged == 3:
             break
+        if text != before:
+            tree = Tree(text, structs, literals, levels)
     text = re.sub(r"(\{\n)\n+(?=[ \t]+\S)|\n+(\n\}\n)", r"\1\2", text)
     for known, comment in _MASKED:
         text = text.replace(comment, known)
@@ -110,53 +111,48 @@ def _evaluated(tree: Tree, _: set[str]) -> str:
 
 def _emit(tree: Tree, n: Node) -> str:
     """A node's text with what is known folded."""
-    if n.type == "identifier" and (name := tree.text(n)) in tree.local:
+    kind = n.type
+    if kind == "identifier" and (name := tree.text(n)) in tree.local:
         return str(tree.local[name])
-    if n.type == "declaration" and n.parent is not None and n.parent.type == "compound_statement" and tree.local:
+    if kind == "declaration" and n.parent is not None and n.parent.type == "compound_statement" and tree.local:
         return _left(tree, n)
-    if n.type in ("using_declaration", "alias_declaration"):
+    if kind in ("using_declaration", "alias_declaration"):
         return tree.text(n)
-    if n.type in ("identifier", "qualified_identifier", "type_identifier") and (other := _other(tree, n)) is not None:
+    if kind in ("identifier", "qualified_identifier", "type_identifier") and (other := _other(tree, n)) is not None:
         return other
-    if n.type == "qualified_identifier":
+    if kind == "qualified_identifier":
         return tree.text(n)
-    if n.type == "conditional_expression" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+    if kind == "conditional_expression" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
         return _emit(tree, branch(n, of))  # type: ignore[arg-type]
-    if n.type == "binary_expression" and (found := _shorter(tree, n)) is not None:
+    if kind == "binary_expression" and (found := _shorter(tree, n)) is not None:
         return found
-    if n.type == "call_expression" and (of := tree.value(n)) is not None:
+    if kind == "call_expression" and (of := tree.value(n)) is not None:
         return str(of)
-    if n.type == "function_definition" and (fixed := _fixed(tree, n)):
-        before, tree.local = tree.local, {**tree.local, **fixed}
-        text = _joined(tree, n)
-        tree.local = before
-        return text
-    if _changes_nothing(tree, n):
+    if kind == "function_definition" and (fixed := _fixed(tree, n)):
+        with tree.locally({**tree.local, **fixed}):
+            return _joined(tree, n)
+    if kind in ("expression_statement", "if_statement") and _changes_nothing(tree, n):
         return "" if n.parent is not None and n.parent.type == "compound_statement" else ";"
-    if n.type == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
+    if kind == "unary_expression" and tree.text(n)[0] == "!" and (of := tree.value(n)) is not None:
         return ("false", "true")[of]
-    if n.type == "parenthesized_expression" and n.parent is not None and not n.parent.type.endswith("_statement"):
+    if kind == "parenthesized_expression" and n.parent is not None and not n.parent.type.endswith("_statement"):
         inner = _emit(tree, n.named_children[0]) if n.named_child_count == 1 else ""
         if inner != tree.text(n)[1:-1] and _ATOM.fullmatch(inner):
             return inner
-    if n.type == "if_statement" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
+    if kind == "if_statement" and (of := tree.value(n.child_by_field_name("condition"))) is not None:
         return _alone(tree, n, branch(n, of))
-    if (turns := _turns(tree, n)) is not None:
+    if kind == "for_statement" and (turns := _turns(tree, n)) is not None:
         name, first, any_ = turns
-        before, tree.local = tree.local, {**tree.local, name: first}
-        text = _alone(tree, n, n.child_by_field_name("body") if any_ else None)
-        tree.local = before
-        return text
+        with tree.locally({**tree.local, name: first}):
+            return _alone(tree, n, n.child_by_field_name("body") if any_ else None)
     text = _joined(tree, n)
     return "" if text == "else ;" else text
 
 
 def _joined(tree: Tree, n: Node) -> str:
     """A node's children, folded, with what is between them."""
-    if not n.children:
-        return tree.text(n)
     found, at = "", n.start_byte
-    for one in n.children:
+    for one in n.named_children:
         if _is_pragma(tree, one) and (loop := one.next_sibling) is not None and _turns(tree, loop) is not None:
             found += tree.source[at : one.start_byte].decode()
             at = tree.source.rfind(b"\n", 0, loop.start_byte) + 1
@@ -185,7 +181,7 @@ def _fixed(tree: Tree, function: Node) -> dict[str, int]:
     """Local variables of a function that have one known value."""
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
-    for n in walk(function):
+    for n in tree.within(function):
         if n.type == "init_declarator" and n.parent is not None:
             name, value = n.named_children[0], tree.value(n.child_by_field_name("value"))
             seen[tree.text(name)] += 1
@@ -210,15 +206,13 @@ def _is_pragma(tree: Tree, n: Node | None) -> bool:
 
 def _other(tree: Tree, n: Node) -> str | None:
     """What a constant is only another name of."""
-    scope, _, name = tree.text(n).rpartition("::")
-    declares = n.parent is not None and n in n.parent.children_by_field_name("declarator")
-    if not scope and name in tree.parameters[tree.part(n)]:
-        return None
-    if scope == "C" or declares or name in tree.literals or (n.parent is not None and n.parent.type in _NAMING):
-        return None
-    part = tree.part(n)
+    part, (scope, _, name) = tree.part(n), tree.text(n).rpartition("::")
     found = tree.same[part].get(name) or tree.same[0].get(name)
     if found is None or found == name or (part and name in tree.constants[0] and name in tree.constants[part]):
+        return None
+    if scope == "C" or name in tree.literals or (not scope and name in tree.parameters[part]):
+        return None
+    if n.parent is not None and (n.parent.type in _NAMING or n in n.parent.children_by_field_name("declarator")):
         return None
     if found.startswith("C::") and not _has_struct(tree, n):
         return None
@@ -405,7 +399,7 @@ def _unread(tree: Tree) -> tuple[list[Node], Put]:
         if function.type != "function_definition":
             continue
         words = Counter(WORD.findall(_COMMENT.sub("", tree.text(function))))
-        for n in walk(function):
+        for n in tree.within(function):
             if n.type == "static_assert_declaration":
                 cut.append(n)
             if n.type not in ("declaration", "alias_declaration") or not n.parent or n.parent.type != _BLOCK:

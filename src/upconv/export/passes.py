@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from upconv.cuda import families, family
@@ -51,7 +52,7 @@ class Kernel:
         """The struct of the kernels' constants."""
         return self.name.title().replace("_", "")
 
-    @property
+    @cached_property
     def unit(self) -> Unit:
         """Of a file weights are packed, and the sums of the weight's gradient are added in a second step."""
         c, unit = self.choice, self.choice.sources()[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import tree_sitter_cuda
-from tree_sitter import Language, Node, Parser
+from tree_sitter import Language, Node, Parser, Query, QueryCursor
 
 Constants = Mapping[str, int | list[int]]
 """The integers and arrays of a struct, by name."""
@@ -17,7 +18,8 @@ EVERYTHING, NO_LOOPS, NO_VALUES = range(3)
 WORD = re.compile(r"[A-Za-z_]\w*")
 PART, PRAGMA = "//part", "//ragma"  # a line ahead of each part; a comment as long as #pragma
 
-_PARSER = Parser(Language(tree_sitter_cuda.language()))
+_CUDA = Language(tree_sitter_cuda.language())
+_PARSER = Parser(_CUDA)
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: int(a / b),
     "%": lambda a, b: a - b * int(a / b), "<<": lambda a, b: a << b, ">>": lambda a, b: a >> b,
@@ -33,6 +35,12 @@ _CONSTANTS = {
     "optional_parameter_declaration",
 }  # fmt: skip
 DECLARATIONS = ("declaration", "field_declaration")
+_FOUND = _CONSTANTS | {
+    "alias_declaration", "argument_list", "assignment_expression", "gnu_asm_expression", "init_declarator",
+    "parameter_list", "static_assert_declaration", "struct_specifier", "template_function", "template_type",
+    "update_expression",
+}  # fmt: skip
+_QUERY = Query(_CUDA, f"[{' '.join(f'({one})' for one in sorted(_FOUND))}] @found")
 
 
 class Tree:
@@ -48,18 +56,19 @@ class Tree:
         self.source, self.literals = text.encode(), literals
         self.structs = [list(of) or [{}] for of in structs]
         self.root = _PARSER.parse(self.source).root_node
-        self.nodes = list(walk(self.root))
+        found = QueryCursor(_QUERY).captures(self.root).get("found", [])
+        self.nodes = sorted(found, key=lambda n: (n.start_byte, -n.end_byte))
+        """Of the types that are looked for, in the text's order."""
         self.begins = [found.start() for found in re.finditer(PART.encode(), self.source)] or [0]
-        self.known: list[list[dict[str, int]]] = [[{} for _ in of] for of in self.structs]
-        """By part and struct: constants that have one value wherever one of their name is declared."""
         precisions = {of["precision"] for part in self.structs for of in part if "precision" in of}
         self.precision = precisions.pop() if len(precisions) == 1 else None
         """That of all structs, which templates call P."""
         self.local: dict[str, int] = {}
         self.levels = list(levels or [EVERYTHING] * len(structs))
+        self._values: dict[tuple[int, int | None], int | None] = {}
+        """By expression and struct, where `local` is what it is."""
+        self._members: dict[tuple[int, str, int | None], int | None] = {}
         self._variables_of: dict[int, set[str]] = {}
-        while self._learn():
-            pass
 
     def text(self, n: Node) -> str:
         return self.source[n.start_byte : n.end_byte].decode()
@@ -67,11 +76,27 @@ class Tree:
     def part(self, n: Node) -> int:
         return bisect_right(self.begins, n.start_byte) - 1
 
+    def within(self, n: Node) -> list[Node]:
+        """Of `nodes` those in one."""
+        begin, end = (bisect_left(self._starts, at) for at in (n.start_byte, n.end_byte))
+        return self.nodes[begin:end]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [n.start_byte for n in self.nodes]
+
+    @contextmanager
+    def locally(self, local: dict[str, int]) -> Iterator[None]:
+        """With these values of local variables."""
+        before = self.local, self._values
+        self.local, self._values = local, {}
+        yield
+        self.local, self._values = before
+
     @cached_property
     def constants(self) -> list[dict[str, list[Node | int | None]]]:
         """By part and name: the values that are declared."""
         found: list[dict[str, list[Node | int | None]]] = [{} for _ in self.structs]
-        self.parameters: list[set[str]] = [set() for _ in self.structs]
         self.again: list[set[str]] = [set() for _ in self.structs]
         for n in self.nodes:
             if n.type not in _CONSTANTS:
@@ -87,11 +112,17 @@ class Tree:
                         self.again[self.part(n)].add(self.text(of))
                     else:
                         names.setdefault(self.text(of), []).append(value)
-            elif n.type == "function_definition":
-                if (name := name_of(n.child_by_field_name("declarator"))) is not None:
-                    names.setdefault(self.text(name), []).append(_result(n))
-            elif n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
-                self.parameters[self.part(n)].add(self.text(name))
+            elif n.type == "function_definition" and (head := name_of(n.child_by_field_name("declarator"))) is not None:
+                names.setdefault(self.text(head), []).append(_result(n))
+        return found
+
+    @cached_property
+    def parameters(self) -> list[set[str]]:
+        """By part: names of templates' and functions' parameters."""
+        found: list[set[str]] = [set() for _ in self.structs]
+        for n in self.nodes:
+            if n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
+                found[self.part(n)].add(self.text(name))
         return found
 
     @cached_property
@@ -159,16 +190,27 @@ class Tree:
     def numbers(self) -> frozenset[str]:
         return frozenset(name for mine in self.same for name, text in mine.items() if text.isdigit())
 
+    @cached_property
+    def known(self) -> list[list[dict[str, int]]]:
+        """By part and struct: constants that have one value wherever one of their name is declared."""
+        self.known = [[{} for _ in of] for of in self.structs]  # in which the values of others are looked up
+        with self.locally({}):
+            while self._learn():
+                pass
+        return self.known
+
     def _learn(self) -> bool:
-        self._values: dict[tuple[int, str, int | None], int | None] = {}
-        before = sum(len(known) for part in self.known for known in part)
+        """Whether a constant's value follows from those that are known."""
+        self._values, self._members, new = {}, {}, False
         for part, names in enumerate(self.constants):
             for name, values in names.items():
                 for struct, known in enumerate(self.known[part]):
+                    if name in known:
+                        continue
                     given = {one if isinstance(one, int) else self.value(one, struct) for one in values}
                     if len(given) == 1 and (value := given.pop()) is not None:
-                        known[name] = value
-        return sum(len(known) for part in self.known for known in part) > before
+                        known[name], new = value, True
+        return new
 
     def find(self, n: Node, name: str, struct: int) -> int | None:
         """A constant's value by a struct, as a node names it.
@@ -176,16 +218,14 @@ class Tree:
         A name without a scope is a local variable's, its struct's or all constants' and functions' of that name. With
         one it is a struct's, if its scope is an alias of one alone.
         """
-        at: Node | None = n
+        part = self.part(n)
         scope = self.text(n).rpartition("::")[0].rpartition("::")[2] if n.type == "qualified_identifier" else ""
-        while at is not None:
+        for at in self._around(n):
             if at.type == "function_definition" and not scope and name in self._variables(at):
                 return None
             owner = self.aliases.get((at.id, scope)) if scope else at
             if owner is not None and (owner.id, name) in self.members:
-                return self._member(owner.id, name, struct if self.part(owner) == self.part(n) else None)
-            at = at.parent
-        part = self.part(n)
+                return self._member(owner.id, name, struct if self.part(owner) == part else None)
         if None in self.constants[part].get(name, []):
             return None
         return self.known[part][struct].get(name, self.known[0][0].get(name))
@@ -193,29 +233,56 @@ class Tree:
     def _member(self, owner: int, name: str, struct: int | None) -> int | None:
         """A struct's constant or function of one value."""
         key = owner, name, struct
-        if key not in self._values:
-            self._values[key] = None  # of one that is declared by itself
-            outside, self.local = self.local, {}
-            given = {one if isinstance(one, int) else self.value(one, struct) for one in self.members[owner, name]}
-            self._values[key] = given.pop() if len(given) == 1 else None
-            self.local = outside
-        return self._values[key]
+        if key not in self._members:
+            self._members[key] = None  # of one that is declared by itself
+            with self.locally({}):
+                given = {one if isinstance(one, int) else self.value(one, struct) for one in self.members[owner, name]}
+            self._members[key] = given.pop() if len(given) == 1 else None
+        return self._members[key]
+
+    def _around(self, n: Node) -> Iterator[Node]:
+        """Functions and structs that a node is in, the innermost first."""
+        at: int | None = bisect_right(self._scopes[0], n.start_byte) - 1
+        while at is not None and at >= 0:
+            scope, outer = self._scopes[1][at]
+            if n.end_byte <= scope.end_byte:
+                yield scope
+            at = outer
+
+    @cached_property
+    def _scopes(self) -> tuple[list[int], list[tuple[Node, int | None]]]:
+        """Where functions and structs begin; each with the place of the one that it is in."""
+        found: list[tuple[Node, int | None]] = []
+        for n in self.nodes:
+            if n.type in ("function_definition", "struct_specifier"):
+                outer: int | None = len(found) - 1 if found else None
+                while outer is not None and found[outer][0].end_byte <= n.start_byte:
+                    outer = found[outer][1]
+                found.append((n, outer))
+        return [n.start_byte for n, _ in found], found
 
     def _variables(self, function: Node) -> set[str]:
         """Names of a function's variables that are no constants of it."""
         if function.id not in self._variables_of:
-            found = {self.text(of) for n in walk(function) if n.type == "declaration"
+            found = {self.text(of) for n in self.within(function) if n.type == "declaration"
                      and not re.match(r"(static )?constexpr", self.text(n)) for of, _ in declared(n)}  # fmt: skip
             self._variables_of[function.id] = found
         return self._variables_of[function.id]
 
     def value(self, n: Node | None, struct: int | None = None) -> int | None:
         """An expression's value where it is known: by one of its part's structs, or by all of them."""
-        if n is not None and struct is None:
-            values = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
-            return values.pop() if len(values) == 1 else None
-        if n is None or struct is None:
+        if n is None:
             return None
+        if (n.id, struct) not in self._values:
+            if struct is not None:
+                value = self._value(n, struct)
+            else:
+                values = {self.value(n, i) for i in range(len(self.structs[self.part(n)]))}
+                value = values.pop() if len(values) == 1 else None
+            self._values[n.id, struct] = value
+        return self._values[n.id, struct]
+
+    def _value(self, n: Node, struct: int) -> int | None:
         kind, parts = n.type, n.named_children
         if kind in ("number_literal", "true", "false"):
             text = self.text(n).rstrip("uUlL")
