@@ -131,9 +131,11 @@ def row(folder: Path, factor: float = 1.0, slope: float = 1.0) -> dict[str, Any]
 
 
 def test_a_right_file_is_timed_beside_pytorch_and_the_library(small: Path) -> None:
-    found = row(small)
-    assert found["failure"] is None and found["tolerance_used"] < 0.1
-    assert 0 < found["grad_input_error"] < 1e-5 and 0 < found["grad_weight_error"] < 1e-5
+    """One that differs a little, as sums in another order may, or may not."""
+    found = row(small, factor=1 + 1e-5)
+    assert found["failure"] is None and found["tolerance_used"] < 0.5
+    for name in ("grad_input_error", "grad_weight_error"):
+        assert found[name] == pytest.approx(1e-5, rel=0.1), name
     assert found["rounds"] == SHORT.least
     for side, ratio in (("torch", "ratio"), ("tuned", "tuned_ratio"), ("library", "library_ratio")):
         assert found[ratio] == pytest.approx(found[f"{side}_ms"] / found["ours_ms"])
