@@ -123,10 +123,12 @@ def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     model: nn.Module = names["ModelNew"](*signatures.init_arguments(number, p), bias=True)
     (layer,) = model.children()
     longest = re.findall(r"if x\.shape\[-1\] > (\d+):", text)  # rows that are not cut
-    for width in (*{1: (384, 277), 2: (68, 21), 3: (36, 13)}[p.rank], *(int(n) + 6 for n in longest)):
-        q = p.with_(batch=3, size=(*(5,) * (p.rank - 1), width), bias=True)
+    wide, odd = {1: (384, 277), 2: (68, 21), 3: (36, 13)}[p.rank]
+    for batch, rows, width in ((3, 5, wide), (2, 3, odd), *((2, 3, int(n) + 6) for n in longest)):
+        q = p.with_(batch=batch, size=(*(rows,) * (p.rank - 1), width), bias=True)
         x, grad = torch.randn(q.input_shape, requires_grad=True), torch.randn(q.output_shape)
-        found = (model(x), *torch.autograd.grad(model(x), (x, layer.weight), grad))
+        y = model(x)
+        found = (y, *torch.autograd.grad(y, (x, layer.weight), grad))
         operands = [rounded(t.detach(), q) for t in (x, layer.weight, grad)]
         wanted = (
             reference.forward(q, operands[0], operands[1], layer.bias.detach().double()),
