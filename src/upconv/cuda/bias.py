@@ -13,7 +13,7 @@ import torch
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import Gpu, threads_per_sm
 from upconv.cuda.launches import THREADS, Given, Int, Launch, Long, Pointer, Scratch, Unit, Zeros
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Problem
@@ -22,7 +22,6 @@ _UNROLL = 8
 _LEAST_BYTES = {"nchw": 1 << 20, "channels_last": 16 << 20}
 """Of the output's gradient. NCHW takes one launch, 2 us more of the host than torch's and, of 2 MB, 10 us less of the
 GPU; channels_last takes two, of which the second costs small tensors more than the first saves."""
-_BLOCKS = 8  # of a multiprocessor, which so has all of its threads
 
 
 def serves(p: Problem) -> bool:
@@ -35,7 +34,8 @@ def serves(p: Problem) -> bool:
 def shares(p: Problem, gpu: Gpu) -> tuple[int, int, tuple[int, ...]]:
     """How a tensor is divided among blocks: those of a range, ranges, and the arguments of ``sum`` beside tensors."""
     each, channels = 16 // p.dtype.itemsize, p.out_channels
-    pixels, most = math.prod(p.out_size), _BLOCKS * gpu.multiprocessors
+    pixels = math.prod(p.out_size)
+    most = threads_per_sm(gpu) // THREADS * gpu.multiprocessors
     if p.layout == "channels_last":
         pixels *= p.batch
         blocks = -(-channels // each // THREADS)

@@ -18,8 +18,12 @@ from upconv.problem import Problem
 if TYPE_CHECKING:
     from upconv.cuda.launches import Given, Launch, Unit
 
-LONGEST = 2**31 - 2**20
-"""Positions along an axis that kernels count to: tiles and halos end beyond."""
+MOST_COUNTED = 2**31
+"""What kernels count in 32 bits."""
+BEYOND = 2**20
+"""Of these, positions along an axis that are left to the ends of tiles and halos."""
+LONGEST = MOST_COUNTED - BEYOND
+"""Positions along an axis that a tensor may have."""
 _PACK_LAUNCH = 1.5e-6  # seconds, by a launch of its own or within the kernel's
 
 

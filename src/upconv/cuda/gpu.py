@@ -86,6 +86,7 @@ CHIPS: dict[str, Chip] = {
 """GPUs by the words of their names."""
 
 SECTOR = 32  # bytes that memory brings, and is written, at a time
+LINE = 128  # bytes of a cache's line, and of a row of the widest swizzle
 ROWS_M, ROW_BYTES = 64, 32  # of wgmma: rows of operand A, and bytes of K of a row
 FRAGMENT = ROWS_M * ROW_BYTES  # bytes of weights that a warpgroup takes at a step
 CLUSTERS = 2, 4, 8  # blocks of one; every GPU that has clusters has the largest

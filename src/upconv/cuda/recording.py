@@ -8,6 +8,7 @@ second description of a pass that could differ from the first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -18,10 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upconv import forks
 from upconv.cuda.launches import Launch, Operand, Zeros
 
-MADE, ZEROS = -1, -2
-"""Kinds of buffers that are no operand: made in the pass, and words that outlive it and are zeros."""
-MAKE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(5)
-"""Kinds of steps."""
+
+class NoOperand(IntEnum):
+    """Kinds of buffers that are none: made in the pass, and words that outlive it and are zeros."""
+
+    MADE, ZEROS = -1, -2
+
+
+class Kind(IntEnum):
+    """Of a step."""
+
+    MAKE, OPERATOR, LAUNCH, COOPERATIVE, DEPENDENT = range(5)
+
+
 _MAKERS = (torch.ops.aten.new_empty_strided.default, torch.ops.aten.empty_strided.default)
 
 active: dict[int, Recording] = {}
@@ -34,7 +44,7 @@ class Unrecorded(Exception):
 
 
 class Buffer(NamedTuple):
-    """Memory of a pass: an operand of that number, `MADE` or `ZEROS`."""
+    """Memory of a pass: an operand of that number, or a `NoOperand`."""
 
     kind: int
     dtype: torch.dtype
@@ -70,7 +80,7 @@ class Launched(NamedTuple):
 
 
 Step = Call | Launched | tuple[int, int]
-"""The last is `MAKE` and a buffer."""
+"""The last is `Kind.MAKE` and a buffer."""
 
 
 class Recording(TorchDispatchMode):
@@ -97,7 +107,7 @@ class Recording(TorchDispatchMode):
         del active[get_ident()]
         super().__exit__(*given)
 
-    def _new(self, t: Tensor, kind: int = MADE) -> int:
+    def _new(self, t: Tensor, kind: int = NoOperand.MADE) -> int:
         self._numbers[t._cdata] = len(self.buffers)
         self.buffers.append(Buffer(kind, t.dtype, tuple(t.shape), t.stride()))
         return len(self.buffers) - 1
@@ -112,7 +122,7 @@ class Recording(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         try:
             if func in _MAKERS:
-                self.steps.append((MAKE, self._new(made)))
+                self.steps.append((Kind.MAKE, self._new(made)))
             else:
                 self.steps.append(self._call(func, args, kwargs or {}, made))
         except Unrecorded as reason:  # what is computed is computed all the same
@@ -139,7 +149,7 @@ class Recording(TorchDispatchMode):
                 raise Unrecorded(f"it calls {func}, whose result is no tensor")
             same = None if t is None else read.get(t._cdata)  # an operator in place gives what it was given
             results.append(-1 if t is None else self._new(t) if same is None else same)
-        return Call(OPERATOR, schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
+        return Call(Kind.OPERATOR, schema.name, schema.overload_name, tuple(given), tuple(tensors), tuple(results))
 
     def launched(
         self,
@@ -155,7 +165,7 @@ class Recording(TorchDispatchMode):
             for operand, owner in zeros:
                 if id(owner) not in self._zeros:
                     self._zeros[id(owner)] = len(self.buffers)
-                    self.buffers.append(Buffer(ZEROS, torch.int32, (operand.words,), (1,)))
+                    self.buffers.append(Buffer(NoOperand.ZEROS, torch.int32, (operand.words,), (1,)))
                 at[operand] = self._zeros[id(owner)]
             self.steps += [step(one, function, at, fresh) for one, function in zip(launches, functions, strict=True)]
         except Unrecorded as reason:
@@ -173,5 +183,5 @@ def step(one: Launch, function: int, at: Mapping[Operand, int], fresh: bool) -> 
     """A launch on buffers; what has none is a null pointer."""
     words, given = one.encoded
     places = tuple((word, at[operand], offset) for word, operand, offset in given if operand in at)
-    kind = COOPERATIVE if one.cooperative else DEPENDENT if one.dependent and fresh else LAUNCH
+    kind = Kind.COOPERATIVE if one.cooperative else Kind.DEPENDENT if one.dependent and fresh else Kind.LAUNCH
     return Launched(kind, function, one.grid, one.threads, one.shared_bytes, words, places)

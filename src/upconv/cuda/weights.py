@@ -91,7 +91,7 @@ class Frozen:
 frozen: dict[tuple[int, int], Frozen] = {}
 """The frozen weights, by the `id` of their storage and their address."""
 _MISSING: Any = object()
-promises = ctypes.c_int64(0)
+promises = ctypes.c_int64()
 """How often a weight was frozen. A replayed backward looks whether any was since its forward (``native.cpp``)."""
 _lock = forks.Lock()
 

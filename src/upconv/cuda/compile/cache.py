@@ -24,7 +24,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-_DIGEST = 32  # bytes of a SHA-256
+_DIGEST = hashlib.sha256().digest_size
 _STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that died; a compilation takes seconds
 _MOST_BYTES = 2 << 30
 _EMPTIED_TO = 0.9  # of the limit, so that not each write removes something

@@ -14,7 +14,7 @@ import torch
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
-from upconv.cuda.gpu import Gpu, fma_lanes
+from upconv.cuda.gpu import CORES, Gpu, fma_lanes
 from upconv.cuda.launches import NULL, THREADS, Given, Launch, Long, Pointer, Unit, WeightForm, longs, strides_of
 from upconv.cuda.scalars import PRECISIONS
 from upconv.problem import Pass, Problem, triple
@@ -26,7 +26,6 @@ _KERNELS: dict[Pass, tuple[str, tuple[str, ...]]] = {
 }
 """Entries and operands."""
 _MOST_BLOCKS = 2**20  # which take the results in turn
-_LAUNCH = 5e-6  # seconds
 _LANES = 32  # for which a multiprocessor issues a load in a clock
 _PRODUCT, _TEST = 5, 10  # of those loads, what takes as long as a product, and as a test whether a tap meets an element
 _WAIT = 10  # clocks that a thread waits for one
@@ -124,7 +123,7 @@ def seconds(p: Problem, gpu: Gpu) -> float:
     loads = product * p.flops / 2 + _TEST * _results(p) * _tests(p)
     issued = loads / (min(_LANES, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
     clocks = max(issued, _WAIT * loads / (blocks(p) * THREADS))
-    return _LAUNCH + p.bytes / gpu.bandwidth + clocks / gpu.clock
+    return CORES.launch + p.bytes / gpu.bandwidth + clocks / gpu.clock
 
 
 def candidate(p: Problem, gpu: Gpu) -> Choice:

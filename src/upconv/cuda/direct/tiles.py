@@ -11,7 +11,8 @@ from itertools import product
 import torch
 
 from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.family import BEYOND
+from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived, derived_from, settled, varied
 from upconv.problem import Problem, triple
@@ -22,10 +23,8 @@ _SUMS = 72  # of a thread (more spill)
 _INPUTS = 16  # and the input's elements that meet them (grad-weight; 32 spill)
 _UNIT = 16  # bytes
 _BATCH_OF = (4, 20)  # units of 16 bytes, at least and at most, that a thread has on their way to shared memory
-_SHARED = 228 << 10  # bytes of a multiprocessor; others have less, which leaves registers of theirs unused
 _RESIDENT = 4  # blocks of a multiprocessor: while one waits for memory, others multiply
 _MOST_WARPS = 16
-_MOST_ROWS = 2**20  # of results of a tile, which may end beyond the last that is counted to (`family.LONGEST`)
 _POSITIONS = 256, 4096  # of a tile, at least and at most, where lanes are columns (grad-weight)
 
 
@@ -208,7 +207,7 @@ class Tile:
             and self.sums <= _SUMS
             and self.warps <= _MOST_WARPS
             and self.unrolled <= _MOST_UNROLLED
-            and self.h * self.axes[1].out_step < _MOST_ROWS
+            and self.h * self.axes[1].out_step < BEYOND
             and self._registers + 16 <= min(255, 65536 // self.threads)
             and self.h % self.rows == strips % lanes == 0
             and of_warps
@@ -232,7 +231,8 @@ class Tile:
         """Blocks that a multiprocessor is to hold, which bounds the registers of their threads."""
         least = 16 * _BATCH_OF[0] // 4 + self._registers
         of_registers = 65536 // (-(-least // 8) * 8 * self.threads)
-        return max(1, min(of_registers, _SHARED // (self.shared_bytes + 1024), _RESIDENT))
+        # Other GPUs have less shared memory, which leaves registers of theirs unused.
+        return max(1, min(of_registers, H200.shared_per_sm // (self.shared_bytes + 1024), _RESIDENT))
 
     @derived
     def _registers(self) -> int:

@@ -19,7 +19,7 @@ from upconv.cuda.compile.boxes import Tensor5, channels_last, dense, of_class
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gemm.gather_cost import alignment_of
-from upconv.cuda.gemm.gather_search import considered, refusal
+from upconv.cuda.gemm.gather_search import NARROW, considered, refusal
 from upconv.cuda.gemm.tiling import CLAIMS_BYTES, Tiling
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, THREADS, Given, Launch, Map, Pointer, Unit, WeightForm, Zeros, ints
@@ -30,7 +30,7 @@ from upconv.problem import Problem, triple
 
 # Pixels along a side of images that are tried side by side. What tiles of larger ones read comes from many places
 # of the memory, which is slower (docs/experiments.md).
-WIDEST = 16
+WIDEST = max(NARROW)
 # Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
 # in TF32 is slower: of one tap, of several (docs/experiments.md).
 _PACKING = 2.5e-6, 0.9e12

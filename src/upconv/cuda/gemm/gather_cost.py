@@ -11,7 +11,7 @@ import math
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost, Work, cost
 from upconv.cuda.gemm.tiling import Tiling
-from upconv.cuda.gpu import FRAGMENT, RATES, SECTOR, Gpu
+from upconv.cuda.gpu import FRAGMENT, LINE, RATES, SECTOR, Gpu
 from upconv.problem import Problem
 
 _START = 4400.0  # clocks of a launch until its first pixels are there
@@ -32,7 +32,6 @@ _BESIDE_MEMORY = {"nchw": RATES.beside_memory, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
 _SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
-_LINE = 128  # bytes that come from memory together
 _LOST = 0.9, 0.2, 1.2  # share of a line's rest that comes again; bytes of lines in work over the cache's: none, all
 
 
@@ -87,7 +86,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         stages=t.stages_p if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
         weight_steps=0.0 if t.resident else fragments / t.w_stage,
         weight_stages=max(1, t.ring_stages),
-        lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / _LINE,
+        lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / LINE,
         boxes=chunks * boxes
         + (fragments / t.k_steps * t.weight_boxes * _WEIGHT_BOX if t.unpacked and not t.resident else 0.0),
         shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
@@ -118,12 +117,12 @@ def alignment_of(p: Problem) -> int:
 def _arriving(t: Tiling) -> tuple[float, int, int]:
     """Lines, boxes and bytes by which a chunk's pixels come."""
     if t.channels_last:
-        return t.pixels * max(1.0, t.row_bytes / _LINE), t.plane_count, t.pixels * t.row_bytes
+        return t.pixels * max(1.0, t.row_bytes / LINE), t.plane_count, t.pixels * t.row_bytes
     if t.beside:
         rows = t.beside * t.chunk // t.box_channels
     else:
         rows = t.chunk * (t.images if t.whole is not None else t.segments)
-    return rows * -(-t.slot_bytes // rows // _LINE), t.slot_boxes, t.slot_bytes
+    return rows * -(-t.slot_bytes // rows // LINE), t.slot_boxes, t.slot_bytes
 
 
 def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
@@ -151,7 +150,7 @@ def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
     for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
         if axis < 2 or t.channels_last:
             read *= len({offset % step for offset in offsets}) / step
-    line = min(_LINE, t.cin_g * t.element)
+    line = min(LINE, t.cin_g * t.element)
     if t.channels_last and line > t.row_bytes:  # a chunk takes a part of a line, whose rest the cache may lose
         share, none, every = _LOST
         at_once = min(tiles, gpu.multiprocessors // t.cluster) / (t.m_groups // t.problem.groups)

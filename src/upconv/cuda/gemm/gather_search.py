@@ -27,9 +27,7 @@ _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
 _PROMISING = 8  # tilings with clusters that are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
-_MAX_WHOLE = 1024  # pixels
-_NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
-_GROUP = 8  # columns, which images of two dimensions and more fill in tiles of their own
+NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
 _TAPS = "problem", "unroll", "subs", "w_subs", "classes"
 _ROW, _STRIP = (1, 64), (8, 8)
 
@@ -273,16 +271,16 @@ def drains(p: Problem) -> bool:
 
 def whole_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where tiles may hold whole images; the leading axes of 1-D and 2-D problems are 1."""
-    found = _small_source(p, _WHOLE, _MAX_WHOLE)
+    found = _small_source(p, _WHOLE, max(_WHOLE) ** 2)
     # The tensor copy engine's pitch of channels.
     return None if found is None or math.prod(found) * p.dtype.itemsize % 16 else found
 
 
 def narrow_source(p: Problem) -> Triple | None:
     """The source's size (D, H, W) where a forward's images may lie side by side in a tile."""
-    if p.pass_ != "fwd" or (p.rank > 1 and p.size[-1] >= _GROUP):
+    if p.pass_ != "fwd" or (p.rank > 1 and p.size[-1] >= _STRIP[1]):
         return None
-    return _small_source(p, _NARROW, MAX_BOX)
+    return _small_source(p, NARROW, MAX_BOX)
 
 
 def _small_source(p: Problem, sizes: tuple[int, ...], most: int) -> Triple | None:

@@ -20,10 +20,10 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import Five, dense
 from upconv.cuda.cost import Work
-from upconv.cuda.gpu import FRAGMENT, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
+from upconv.cuda.gpu import FRAGMENT, LINE, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
-from upconv.cuda.pixels.tile import MOST_COUNTED, moved
+from upconv.cuda.pixels.tile import MOST_STAGES, moved
 from upconv.cuda.pixels.tile import Tile as Base
 from upconv.problem import Problem, triple
 
@@ -31,15 +31,11 @@ _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
 """Of a tile; several, since a slice's are divided among whole tiles."""
 _MOST_TAPS = 64  # of a slice, all of which are straight code
 _MOST_TAPS_OF_STAGE = 6
-_MOST_WEIGHT_STAGES = 8
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
 _RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
 """Stages and slots: the first whose memory leaves three stages of weights."""
-_MOST_COLUMNS = 256  # of rows that are joined
-_SPAN = 64  # columns of a box in 16 bits
 _WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _STORE = 0.41  # clocks for 32 bytes of stores
-_TURNED = 264  # places whose transposition counts as a chunk's and a pixel's
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class Tile(Base):
             return "a 1-D layer has one row"
         if p.padding[-1] or gap(p) < reach:
             return "between joined rows are zeros, which padding takes away"
-        if width > _MOST_COLUMNS:
+        if width > MAX_BOX:
             return f"rows of {width} columns are too long to be joined: a tile's halo is whole rows"
         if math.prod(p.kernel[-2:]) > _MOST_TAPS:
             return f"the kernel has straight code for {_MOST_TAPS} taps of a slice at most"
@@ -81,7 +77,7 @@ class Tile(Base):
             return f"rows of {width} columns begin off 16 bytes, where no box does"
         if plane(p) % 2:
             return "slices of the result of an odd number begin off pairs, which the kernel stores together"
-        if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= MOST_COUNTED:
+        if max(math.prod(result_shape(p)[2:]) + 2**12, math.prod(p.weight_shape) * 4, p.batch) >= family.MOST_COUNTED:
             return "the kernel counts a channel's results, and packed weights, in 32 bits"
         return None
 
@@ -119,10 +115,10 @@ class Tile(Base):
         # Of a stage the places of a tile with its halo; of a slot the rows of the source that it may touch.
         c.span = -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
         c.rows = max(map(self.rows_at, self.pitches))
-        # In 16 bits whole boxes of 128 bytes, which are swizzled.
-        unit = _SPAN if self.element == 2 else _WIDTHS * -(-self.width // MAX_BOX)
+        # A row is a box; in 16 bits it is whole boxes of a line, side by side, which are swizzled.
+        unit = LINE // self.element if self.element == 2 else _WIDTHS
         c.box_w = -(-self.width // unit) * unit
-        c.boxes = c.box_w // _SPAN if self.element == 2 else -(-c.box_w // MAX_BOX)  # side by side
+        c.boxes = c.box_w // unit if self.element == 2 else 1
         c.stage_bytes, c.slot_bytes = c.span * ROW_BYTES, c.rows * c.box_w * ROW_BYTES
         c.weight_bytes = c.taps_of_stage * FRAGMENT  # of a stage
         c.fixed_bytes = self.slots * (c.slot_bytes + 16) + self.weight_stages * (c.weight_bytes + 16)
@@ -138,7 +134,8 @@ class Tile(Base):
     def box(self) -> Five:
         """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
         c = self.c
-        return (c.box_w // c.boxes, c.rows, 1, c.chunk, 1) if self.element == 4 else (_SPAN, c.chunk, c.rows, 1, 1)
+        columns = c.box_w // c.boxes
+        return (columns, c.rows, 1, c.chunk, 1) if self.element == 4 else (columns, c.chunk, c.rows, 1, 1)
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -160,7 +157,7 @@ class Tile(Base):
         channels, *size = source_shape(p)[1:]
         d, h, w = triple(size)
         tensor = dense((w, h, d, channels, p.batch), self.element).channels_second()
-        return Map("source", tensor, p.dtype, self.box, (1,) * 5, 128)
+        return Map("source", tensor, p.dtype, self.box, (1,) * 5, LINE)
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
         c, pitch = self.c, result_shape(p)[-1]
@@ -181,7 +178,7 @@ class Tile(Base):
             stages=self.stages,
             shared=stages * shared,
             chunks_turned=stages * c.warps_of_stage,
-            turned=stages * c.warps_of_stage * span / _TURNED,
+            turned=stages * c.warps_of_stage * span / _PLACES[0],  # of the largest tile as much as a pixel of a thread
             stored=ROWS_M * self.places * self.element / 32 * _STORE,
             in_turn=True,
         )
@@ -233,7 +230,7 @@ def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
     for places in _PLACES:
         for stages, slots in _RINGS:
             t = Tile(layer, width, places, slots, weight_stages=0, stages=stages)
-            weights = min((gpu.shared_bytes - t.shared_bytes) // (t.c.weight_bytes + 16), _MOST_WEIGHT_STAGES)
+            weights = min((gpu.shared_bytes - t.shared_bytes) // (t.c.weight_bytes + 16), MOST_STAGES)
             if weights >= 3 or (stages, slots) == _RINGS[-1]:
                 found.append(replace(t, weight_stages=weights))
                 break
@@ -245,7 +242,7 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
     """The cheapest tile by the model, or the sentence why there is none."""
     if refused := refusal(p, gpu):
         return refused
-    counted = (t for t in candidates(p, gpu) if t.packed_words * 4 < MOST_COUNTED)
+    counted = (t for t in candidates(p, gpu) if t.packed_words * 4 < family.MOST_COUNTED)
     none = "no tile fits shared memory, or there are more than the kernel counts in 32 bits"
     return cheapest(Choice, counted, p, gpu) or none
 

@@ -13,7 +13,7 @@ from upconv.cuda.cost import Cost
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Given, Launch, Pointer, Unit, WeightForm
 from upconv.cuda.packs import PacksWeights, layer_text, packing_entries
-from upconv.cuda.pixels.tile import MOST_COUNTED, Tile
+from upconv.cuda.pixels.tile import Tile
 from upconv.problem import Problem
 
 
@@ -100,7 +100,7 @@ C = TypeVar("C", bound=TileChoice)
 def cheapest(choice: type[C], tiles: Iterable[Tile], p: Problem, gpu: Gpu) -> C | None:
     """The choice of the tile of least time by its model; none where no kernel counts the tiles, and a grid more, in 32
     bits."""
-    served = (t for t in tiles if t.tiles(p) < MOST_COUNTED - 2 * gpu.multiprocessors)
+    served = (t for t in tiles if t.tiles(p) < family.MOST_COUNTED - 2 * gpu.multiprocessors)
     timed = ((cost.cost(t.work(p, gpu), gpu), t) for t in served)
     best = min(timed, key=lambda one: one[0].seconds, default=None)
     return None if best is None else choice(best[1], p, gpu, best[0])

@@ -21,14 +21,13 @@ from upconv.cuda.axes import any_size, gather_axes, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import channels_last, fullest
 from upconv.cuda.cost import Work
-from upconv.cuda.gpu import CLUSTERS, MAX_BOX_STEP, Gpu
+from upconv.cuda.family import MOST_COUNTED
+from upconv.cuda.gpu import CLUSTERS, LINE, MAX_BOX_STEP, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels.tile import (
     CONSUMERS,
     MOST_COLUMNS,
-    MOST_COUNTED,
-    SPAN,
     Tile,
     fitted,
     moved,
@@ -129,7 +128,7 @@ class Implicit(Tile):
             c.of_axes("out_step", of_result)
             for axis, name in enumerate("dhw"):
                 setattr(c, f"phases_{name}", tuple(phase.first[axis] for phase in found))
-        c.stage_bytes = (self.rows + self.columns) * SPAN
+        c.stage_bytes = (self.rows + self.columns) * LINE
         c.packed_words = math.prod(p.weight_shape) * self.element // 4
 
     def constants(self) -> dict[str, jit.Constant]:
@@ -149,7 +148,7 @@ class Implicit(Tile):
     @property
     def chunk(self) -> int:
         """Channels of a step: of the source, and of the result in a box of a forward's channels-last weights."""
-        return SPAN // self.element
+        return LINE // self.element
 
     @property
     def sums(self) -> int:
@@ -227,15 +226,15 @@ class Implicit(Tile):
         tensor, (d, h, w) = channels_last(p.batch, channels, size, self.element), self.steps_between[0]
         of_d, of_h, of_w = ((count - 1) * step + 1 for count, step in zip(counts, (d, h, w)))
         box = self.chunk, of_w, of_h, of_d, images
-        return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), SPAN, p.precision == "tf32")
+        return Map("source", tensor, p.dtype, box, (1, w, h, d, 1), LINE, p.precision == "tf32")
 
     def weight_map(self, p: Problem, operand: Operand) -> Map:
         """Over channels-last or packed weights, with a box of a tap's for a chunk."""
         (channels, columns), chunk = self.channels, self.chunk
         if self.c.turned:
-            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (chunk, 1, chunk, 1, 1), span=SPAN)
+            return Map(operand, rows_of_taps(p, channels, columns), p.dtype, (chunk, 1, chunk, 1, 1), span=LINE)
         tensor, box = rows_of_taps(p, columns, channels), (chunk, 1, self.columns, 1, 1)
-        return Map(operand, tensor, p.dtype, box, span=SPAN, rounded=p.precision == "tf32")
+        return Map(operand, tensor, p.dtype, box, span=LINE, rounded=p.precision == "tf32")
 
     def arguments(self, p: Problem, gpu: Gpu, given: Given, bias: Pointer, result: Pointer) -> tuple[Argument, ...]:
         weight = self.weight_map(p, "weight" if given.weight == "in place" else "packed")
@@ -253,7 +252,7 @@ class Implicit(Tile):
     def work(self, p: Problem, gpu: Gpu) -> Work:
         waves, every = self.waves(p, gpu)
         steps = every / waves
-        instructions = SPAN // 32 * self.rows // 64 * steps
+        instructions = LINE // 32 * self.rows // 64 * steps
         wide = self.cluster == 1 and stores_wide(self.element, self.columns, self.channels[1])
         narrow = 2 if self.element == 4 and not wide else 1
         read = 1.0 if self.forward else math.prod(min(k, s) / s for k, s in zip(p.kernel, p.stride))

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from upconv.cuda.axes import any_size, gather_axes
 from upconv.cuda.compile.boxes import Five
 from upconv.cuda.cost import Work
+from upconv.cuda.family import MOST_COUNTED
 from upconv.cuda.gpu import MAX_BOX, Gpu
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, MOST_COUNTED, Tile, fitted, moved
+from upconv.cuda.pixels.tile import CONSUMERS, MOST_COLUMNS, Tile, fitted, moved
 from upconv.problem import Problem, Triple, triple
 
 _MOST_PHASES = 5

@@ -23,19 +23,21 @@ from typing import Any, NamedTuple
 from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.cost import Work
-from upconv.cuda.gpu import MAX_BOX, Gpu
+from upconv.cuda.family import MOST_COUNTED
+from upconv.cuda.gpu import LINE, MAX_BOX, ROWS_M, Gpu
 from upconv.cuda.launches import Map
-from upconv.cuda.pixels.tile import CONSUMERS, MOST_COUNTED, SPAN, Tile, fitted, moved
+from upconv.cuda.pixels.tile import CONSUMERS, Tile, fitted, moved
 from upconv.problem import Problem, triple
 
-_PLACES = CONSUMERS * 64  # of a tile
+_PLACES = CONSUMERS * ROWS_M  # of a tile
 _SUBPIXEL_COLUMNS = (256, 192, 128, 96, 64, 32)
 _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16)  # whole 16 places, as a warp has them
 _MOST_ROWS = 3
-_STORE = 3.5  # clocks of a consumer for 32 results, of which lanes store two or four neighbours together
-_SINGLE_STORE = 11.0  # the same where they store each alone
+_STORE = (
+    3.5  # clocks of a consumer for 32 results, of which lanes store two or four neighbours together; else four times
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Streamed(Tile):
         """Fills what both modes have: the layer's columns, stages that a tile takes, boxes of a stage's pixels."""
         c.columns, c.all_columns, c.blocks = self.columns, all_columns, -(-all_columns // self.columns)
         c.rows, c.stages_k, c.boxes, c.box_bytes = self.rows, stages_k, boxes, box_bytes
-        weight_bytes = c.rows * c.columns * SPAN
-        pixels = boxes * (-(-box_bytes // 128) * 128)  # boxes begin at whole 128 bytes
+        weight_bytes = c.rows * c.columns * LINE
+        pixels = boxes * (-(-box_bytes // LINE) * LINE)  # boxes begin at whole lines
         c.stage_bytes = -(-pixels // 1024) * 1024 + weight_bytes
         c.packed_words = c.blocks * stages_k * weight_bytes // 4
 
@@ -68,7 +70,7 @@ class Streamed(Tile):
         Of weights each row is a line."""
         c = self.c
         instructions = CONSUMERS * 4 * c.rows * c.stages_k
-        copied = (c.boxes * c.box_bytes + c.rows * c.columns * SPAN) * c.stages_k
+        copied = (c.boxes * c.box_bytes + c.rows * c.columns * LINE) * c.stages_k
         return Work(
             instructions,
             instructions * c.columns,
@@ -80,7 +82,7 @@ class Streamed(Tile):
             boxes=c.stages_k * c.boxes,
             shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
-            stored=_PLACES * self.columns / 32 * (_STORE if together else _SINGLE_STORE),
+            stored=_PLACES * self.columns / 32 * _STORE * (1 if together else 4),
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
@@ -114,9 +116,9 @@ class Subpixel(Streamed):
 
     def numbers(self, c: Any) -> None:
         """See kernels/pixels_subpixel.cuh."""
-        c.chunk = SPAN // self.element  # also pixels of a row in shared memory
+        c.chunk = LINE // self.element  # also pixels of a row in shared memory
         c.of_axes("kernel", self.kernel)
-        self.stage(c, c.cout * self.problem.taps, -(-c.cin // c.chunk), _PLACES // c.chunk, c.chunk * SPAN)
+        self.stage(c, c.cout * self.problem.taps, -(-c.cin // c.chunk), _PLACES // c.chunk, c.chunk * LINE)
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -135,7 +137,7 @@ class Subpixel(Streamed):
         image = p.in_channels * channel
         tensor = Tensor5(0, (math.prod(p.size), p.in_channels, p.batch, 1, 1), (channel, image, image, image))
         box = (self.c.chunk, self.c.chunk, 1, 1, 1)
-        return Map("source", tensor, p.dtype, box, (1,) * 5, SPAN, p.precision == "tf32")
+        return Map("source", tensor, p.dtype, box, (1,) * 5, LINE, p.precision == "tf32")
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
         return self.work_of(p, gpu, self.c.chunk, 32 * 64, True)
@@ -164,7 +166,7 @@ class _Row(NamedTuple):
         if p.pass_ != "fwd":
             return cls(kernel, stride, pad, 1, 0)
         least = -(-kernel // stride)
-        longer = range(least, _MOST_ROWS * SPAN // p.dtype.itemsize + 1)
+        longer = range(least, _MOST_ROWS * LINE // p.dtype.itemsize + 1)
         taps = next((n for n in longer if _rows(p, n) <= _MOST_ROWS), least)
         return cls(taps, 1, taps - 1 - pad // stride, stride, pad % stride)
 
@@ -175,7 +177,7 @@ class _Row(NamedTuple):
 def _rows(p: Problem, kernel: int) -> int:
     """Of a stage's weights, the fewest that have whole channels: with more the ring has fewer stages, and is slower."""
     of_channel = p.dtype.itemsize * kernel
-    return of_channel // math.gcd(SPAN, of_channel)
+    return of_channel // math.gcd(LINE, of_channel)
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class Pairs(Streamed):
         c.forward, c.out, c.trim, c.taps_w = p.pass_ == "fwd", row.out, row.trim, self.kernel[2]
         # Whether two phases are stored at once: with an even stride rows are even, or odd, at any size.
         c.phases_together = row.out % 2 == row.trim % 2 == result_shape(p)[-1] % 2 == 0
-        c.group, c.chunk = self.group, self.rows * SPAN // (element * row.kernel)
+        c.group, c.chunk = self.group, self.rows * LINE // (element * row.kernel)
         # Taps that one load of a lane has: two neighbours, where they lie at even places of shared memory. And how many
         # of these slots, of a step of K, are neighbours along W.
         c.slot = 1 if row.kernel % 2 or row.step % 2 or row.pad % 2 else 2

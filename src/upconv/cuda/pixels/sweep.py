@@ -23,6 +23,7 @@ from typing import Any
 from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Work
+from upconv.cuda.family import MOST_COUNTED
 from upconv.cuda.gemm import gather
 from upconv.cuda.gemm.gather_constants import pixel_constants, producer_registers
 from upconv.cuda.gemm.gather_search import chunk_sizes
@@ -30,7 +31,7 @@ from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Map
-from upconv.cuda.pixels.tile import MOST_COLUMNS, MOST_COUNTED, Tile, moved, stores_wide
+from upconv.cuda.pixels.tile import MOST_COLUMNS, Tile, moved, stores_wide
 from upconv.derived import derived_from, varied
 from upconv.problem import Problem
 

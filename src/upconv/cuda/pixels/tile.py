@@ -18,13 +18,10 @@ from upconv.derived import derived_without, varied
 from upconv.problem import Problem, Triple, triple
 
 CONSUMERS = 2
-MOST_COUNTED = 2**31
-"""What a kernel counts in 32 bits."""
 MOST_COLUMNS = 256
 """Of a matrix instruction."""
-SPAN = 128
-"""Bytes of a row of weights in shared memory, and of a swizzled row of pixels."""
-_MOST_STAGES = 8
+MOST_STAGES = 8
+"""Of a ring."""
 _OTHER_REGISTERS = 56  # of a consumer's thread, beside its sums and fragments: addresses and the like
 
 T = TypeVar("T", bound="Tile")
@@ -253,6 +250,6 @@ def fitted(tiles: Iterable[T], gpu: Gpu) -> tuple[T, ...]:
     """Of tiles those that fit, each with as many stages as shared memory has room for."""
 
     def stages(t: T) -> int:
-        return min(_MOST_STAGES, (gpu.shared_bytes - t.c.fixed_bytes) // t.ring_bytes)
+        return min(MOST_STAGES, (gpu.shared_bytes - t.c.fixed_bytes) // t.ring_bytes)
 
     return tuple(varied(t, stages=stages(t)) for t in tiles if t.fits and stages(t) >= 2)

@@ -14,7 +14,7 @@ from upconv.cuda import family
 from upconv.cuda.cost import Cost
 from upconv.cuda.family import weighed
 from upconv.cuda.gemm import gather
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import RATES, Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
 from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
@@ -24,7 +24,6 @@ from upconv.cuda.wgrad import wgrad
 from upconv.problem import Problem
 
 Inner = gather.Choice | TileChoice | wgrad.Choice
-_COPY = 4e-6  # seconds of a copy's launch beside its bytes
 _RATE = 0.83  # of the device's copy rate, that copies reach
 _GAIN = 5e-6  # seconds at least: three or four launches stand against one or two, each some 10 us of a host's step
 
@@ -188,7 +187,7 @@ def _faster(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general
         return "there is no kernel for the tensors as they are, whose estimate would tell whether this pays"
     of = MODES[mode]
     q, (moved, launches) = of.rearranged(p), of.copies(p)
-    copies = moved / (_RATE * gpu.bandwidth) + launches * _COPY
+    copies = moved / (_RATE * gpu.bandwidth) + launches * RATES.launch
     bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
     if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer
         return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"
