@@ -25,7 +25,7 @@ Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 
 - forward: rows joined to one: wgmma tf32, tile of 248 places x 64 channels, 4 stages of 384 places x 8 channels, 6
   of 8 x 64 pixels, 4 of 5 taps, 218 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 3x72 (HxW), walks of 22 slices, 144 columns, chunk
-  of 8 channels, weights in a ring of 3 x 9 steps, 208 KB shared.
+  of 8 channels, weights in a ring of 3 x 9 steps, 193 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x64 channels x 1x3x3 taps a block, chunks of 1x1x2x64
   (NxDxHxW of q), K in 44 slices, 172 KB shared.
 
@@ -350,7 +350,6 @@ __device__ __forceinline__ u32 load_shared_u32_if(u32 a, bool ok) {  // else 0
 __device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
 }
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
@@ -383,8 +382,6 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
   __builtin_assume(__isGlobal(v));
 }
-// Integers. Macros, since by references the compiler keeps variables in another order.
-#define OPAQUE(a) asm volatile("" : "+r"(a))
 // A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).
 __device__ __forceinline__ u32 bits_of(float v) {
   u32 r;
@@ -1470,8 +1467,6 @@ __device__ __forceinline__ constexpr int channel_at(int k) { return k / 8 * 8 + 
 // the others move up by one. So every product is useful but at the ends of such a walk.
 //
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores. Consumers halve them: `nb` x 64 each.
-// `turns`: they multiply in turn, so that one stores while the other multiplies. All weights stay then, and so do a slice's chunks until both have
-// read them: a ring of fewer stages than chunks would wait for ever, and one more lets the next slice begin.
 //
 // Chunks, and how pixels come, are `gather`'s (gather_tile.cuh, gather_produce.cuh): in NCHW by way of slots and a pass that turns them, in
 // channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
@@ -1503,20 +1498,12 @@ static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-ro
 using Sums = float[NB][C::slots * SLOT_SUMS];
 static constexpr int POSITIONS = C::nb * 64;               // M-rows of a consumer
 
-// A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
-// that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
-static constexpr int LINE_UNITS = (C::tile_w + 2 * VEC - 2) / VEC;  // of a row
-static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that a consumer's positions are in
-static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
-static constexpr int BUFFER_BYTES = 8 * CHANNEL_PITCH;
-
 using Ring = RingOf<C::stages_p, T::STAGE_BYTES>;        // of pixels
 using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
 using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
 static constexpr int WEIGHTS_AT = Ring::BYTES;
 static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
-static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+static constexpr int BARRIERS_AT = SLOTS_AT + Slots::BYTES;
 
 static constexpr int PRODUCERS = 2, FILLERS = PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
 static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + BARRIERS_AT); }
@@ -1584,7 +1571,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: every slice's weights go through the ring, chunk by chunk; those that stay are loaded once.
+// One thread: every slice's weights go through the ring, chunk by chunk.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
@@ -1618,9 +1605,7 @@ struct Consumer {
   Tile t;
 
   __device__ __forceinline__ Consumer(const Work<Sweep>& work, int wg, int thread)
-      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {
-  // the first turn is warpgroup 0's
-  }
+      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {}
 
   __device__ __forceinline__ Steps steps(int index) {
     t = tile_at(index, work.sizes);
@@ -1651,7 +1636,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < C::tap_entries; i++) {
       if (i % C::w_stage == 0) {
-        barrier_wait(ring.full(cursor), cursor.parity);
+        ring.wait_full(cursor);
         weights = uniform(ring.stage(cursor) >> 4 | 1u << 16);
         barrier = ring.empty(cursor);
         cursor.next();
@@ -1714,66 +1699,31 @@ struct Consumer {
     }
   }
 
-  // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in
-  // elements, of which only the place in a unit counts.
-  __device__ __forceinline__ void fill_buffer(const Sums& acc, int j, u32 begin, u32 apart, u32 buffer, int thread) const {
-    const int channel = (thread & 3) * 2, top = wg * POSITIONS / PITCH;
-    const float b[2] = {bias_of(8 * j + channel), bias_of(8 * j + channel + 1)};
+  // NCHW: a thread has two of each eight channels of a position, and eight lanes neighbouring positions, in float32 a sector's. One loop for
+  // both layouts, with sums that all have their bias first, takes up to 15 % longer.
+  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
+    const Sizes& s = work.sizes;
+    const int channel = (thread & 3) * 2;
+    const long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
+    float b[SLOT_SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + channel + i % 2);
+    char* const y = work.y + (t.n * C::cout + channel) * plane + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
 #pragma unroll
     for (int nb = 0; nb < C::nb; nb++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        int at = position(nb, h, thread), row = at / PITCH, w = at - row * PITCH;
-        u32 place = buffer + channel * CHANNEL_PITCH + (row - top) * (LINE_UNITS * 16) + w * 4;
-        u32 phase = begin + row * work.sizes.out_w + (8 * j + channel) * apart;  // where the row begins
+      for (int eight = 0; eight < 2; eight++) {
+        int at = position(nb, eight, thread), row = at / PITCH, w = at - row * PITCH;
+        bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
+        char* to = y + ((long long)row * s.out_w + w) * 4;
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * 4;
-          const u32 v = Number::bits(acc[nb][4 * j + 2 * h + c] + b[c]);
-          if (w >= C::tile_w) continue;
-          store_shared_u32(to, v);
+        for (int i = 0; i < SLOT_SUMS / 2; i++) {
+          const int of = i / 2 * 8 + i % 2;
+          const u32 v = Number::bits(acc[nb][i / 2 * 4 + eight * 2 + i % 2] + b[i]);
+          const bool ok = there;
+          store_global_if(to + of * plane, v, ok);
         }
       }
-  }
-
-  // NCHW: the same of 8 channels at a time, by way of the consumer's buffer.
-  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
-    const Sizes& s = work.sizes;
-    const u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
-    const long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
-    const int first = wg * POSITIONS, columns = min(s.out_w - t.w, C::tile_w), rows = min(s.out_h - t.h, C::tile_h);
-    char* const y = work.y + t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
-    int own = thread;
-#pragma unroll
-    for (int j = 0; j < C::slot_columns / 8; j++) {
-      OPAQUE(own);                                      // what follows from it is found here, not kept (spills)
-      named_sync(2 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc, j, (u32)(u64)y / 4, (u32)plane / 4, buffer, own);
-      named_sync(2 + wg, 128);
-#pragma unroll 2  // more of them spill
-      for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
-        int index = own + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = first / PITCH + line / 8;
-        char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * 4;
-        int at = unit * VEC - (int)((u32)(u64)to / 4 % VEC);  // of the unit's first element in the row
-        int low = max(first - row * PITCH, 0), high = min(first - row * PITCH + POSITIONS, columns);  // what of the row the consumer has
-        bool live = index < 8 * LINES * LINE_UNITS && row < rows;
-        bool whole = live && at >= low && at + VEC <= high;
-        u32 v[4];
-        load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
-        to += at * 4;
-        store_global_128_if(to, v, whole);
-        if (live && !whole && at + VEC > low && at < high) store_some(to, v, at, low, high);
-      }
-    }
-  }
-
-  // Of a unit, from a row's element `at` on, those from `low` to `high`.
-  static __device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high) {
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-      const bool ok = at + e >= low && at + e < high;
-      store_global_if(to + e * 4, v[e], ok);
-    }
   }
 };
 
@@ -2525,7 +2475,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({248832}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::Sweep<kernels::GradInput>><<<61, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 213520), stream>>>(
+  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 197904), stream>>>(
       of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
       sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{76, 5, 1, 8, 1},

@@ -22,9 +22,9 @@ Constraints:
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 8 x 48 x 96 x 96 x 96 on an NVIDIA H200:
 - forward: pixels as rows, sweep: wgmma tf32, tile 5x100 (HxW), walks of 25 slices, 72 columns, chunk of 8 channels,
-  weights in a ring of 4 x 6 steps, 217 KB shared.
-- gradient for the input: pixels as rows, sweep: wgmma tf32, tile 14x16 (HxW), walks of 96 slices, 144 columns,
-  chunk of 8 channels, weights resident, 209 KB shared.
+  weights in a ring of 4 x 6 steps, 214 KB shared.
+- gradient for the input: pixels as rows, sweep: wgmma tf32, tile 2x100 (HxW), walks of 96 slices, 144 columns,
+  chunk of 8 channels, weights in a ring of 3 x 9 steps, 199 KB shared.
 - gradient for the weight: wgmma of up to 3 rows tf32, 48x32 channels x 2x3x3 taps a block, chunks of 1x2x2x32
   (NxDxHxW of q), K in 66 slices, 162 KB shared.
 
@@ -289,9 +289,6 @@ __device__ __forceinline__ void named_sync() { asm volatile("bar.sync %0, %1;\n"
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
 
 // --- copies into shared memory ----------------------------------------------------------------------------------------
 
@@ -337,10 +334,6 @@ __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
   return v;
 }
-__device__ __forceinline__ void load_shared_128(u32 (&v)[4], u32 a) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(a), "r"(v) : "memory"); }
 __device__ __forceinline__ void store_shared_128(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v0), "r"(v1), "r"(v2), "r"(v3) : "memory");
 }
@@ -370,8 +363,6 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
   __builtin_assume(__isGlobal(v));
 }
-// Integers. Macros, since by references the compiler keeps variables in another order.
-#define OPAQUE(a) asm volatile("" : "+r"(a))
 // A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).
 __device__ __forceinline__ u32 bits_of(float v) {
   u32 r;
@@ -1022,8 +1013,6 @@ __device__ __forceinline__ constexpr int channel_at(int k) { return k / 8 * 8 + 
 // the others move up by one. So every product is useful but at the ends of such a walk.
 //
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores. Consumers halve them: `nb` x 64 each.
-// `turns`: they multiply in turn, so that one stores while the other multiplies. All weights stay then, and so do a slice's chunks until both have
-// read them: a ring of fewer stages than chunks would wait for ever, and one more lets the next slice begin.
 //
 // Chunks, and how pixels come, are `gather`'s (gather_tile.cuh, gather_produce.cuh): in NCHW by way of slots and a pass that turns them, in
 // channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
@@ -1055,20 +1044,12 @@ static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-ro
 using Sums = float[NB][C::slots * SLOT_SUMS];
 static constexpr int POSITIONS = C::nb * 64;               // M-rows of a consumer
 
-// A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
-// that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
-static constexpr int LINE_UNITS = (C::tile_w + 2 * VEC - 2) / VEC;  // of a row
-static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that a consumer's positions are in
-static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
-static constexpr int BUFFER_BYTES = 8 * CHANNEL_PITCH;
-
 using Ring = RingOf<C::stages_p, T::STAGE_BYTES>;        // of pixels
 using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
 using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
 static constexpr int WEIGHTS_AT = Ring::BYTES;
 static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
-static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+static constexpr int BARRIERS_AT = SLOTS_AT + Slots::BYTES;
 
 static constexpr int PRODUCERS = 2, FILLERS = PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
 static __device__ __forceinline__ Ring ring_of(u32 memory, int) { return Ring::at(memory, memory + BARRIERS_AT); }
@@ -1136,25 +1117,24 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: every slice's weights go through the ring, chunk by chunk; those that stay are loaded once.
+// One thread: every slice's weights go through the ring, chunk by chunk.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = first_tile(0, s); index < s.tiles; index = next_tile(index, s)) {
-    int chunks = C::turns ? CHUNKS : end_chunk(tile_at(index, s), s);
+    int chunks = end_chunk(tile_at(index, s), s);
     const char* from = packed;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++)
 #pragma unroll 1
       for (int left = C::tap_entries; left > 0; left -= C::w_stage, cursor.next()) {
         u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES, barrier = ring.full(cursor);
-        if (!C::turns) ring.wait_empty(cursor);
+        ring.wait_empty(cursor);
         expect_bytes(barrier, bytes);
         copy_bulk(ring.stage(cursor), from, bytes, barrier);
         from += bytes;
       }
-    if (C::turns) return;
   }
 }
 
@@ -1171,9 +1151,7 @@ struct Consumer {
   Tile t;
 
   __device__ __forceinline__ Consumer(const Work<Sweep>& work, int wg, int thread)
-      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {
-    if (C::turns && wg == 1) named_arrive(4, T::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  }
+      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {}
 
   __device__ __forceinline__ Steps steps(int index) {
     t = tile_at(index, work.sizes);
@@ -1191,7 +1169,6 @@ struct Consumer {
         opaque(acc[nb][i]);
       }
     read = 0;
-    if (C::turns) named_sync(4 + wg, T::CONSUMER_THREADS);
   }
 
   // Where the consumer's pixels are, as descriptors have it.
@@ -1205,9 +1182,9 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < C::tap_entries; i++) {
       if (i % C::w_stage == 0) {
-        barrier_wait(ring.full(cursor), C::turns ? 0 : cursor.parity);
+        ring.wait_full(cursor);
         weights = uniform(ring.stage(cursor) >> 4 | 1u << 16);
-        barrier = C::turns ? 0 : ring.empty(cursor);
+        barrier = ring.empty(cursor);
         cursor.next();
         wgmma_fence();
       }
@@ -1228,7 +1205,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(const Sums& acc, int) const {
-    if (C::turns) named_arrive(4 + (wg ^ 1), T::CONSUMER_THREADS);
     give_back(read, thread & 31);
     const int od = t.d + C::first_slot;
     if (t.step < C::slots - 1 || od >= work.sizes.out_d) return;
@@ -1269,66 +1245,31 @@ struct Consumer {
     }
   }
 
-  // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in
-  // elements, of which only the place in a unit counts.
-  __device__ __forceinline__ void fill_buffer(const Sums& acc, int j, u32 begin, u32 apart, u32 buffer, int thread) const {
-    const int channel = (thread & 3) * 2, top = wg * POSITIONS / PITCH;
-    const float b[2] = {bias_of(8 * j + channel), bias_of(8 * j + channel + 1)};
+  // NCHW: a thread has two of each eight channels of a position, and eight lanes neighbouring positions, in float32 a sector's. One loop for
+  // both layouts, with sums that all have their bias first, takes up to 15 % longer.
+  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
+    const Sizes& s = work.sizes;
+    const int channel = (thread & 3) * 2;
+    const long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
+    float b[SLOT_SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + channel + i % 2);
+    char* const y = work.y + (t.n * C::cout + channel) * plane + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
 #pragma unroll
     for (int nb = 0; nb < C::nb; nb++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        int at = position(nb, h, thread), row = at / PITCH, w = at - row * PITCH;
-        u32 place = buffer + channel * CHANNEL_PITCH + (row - top) * (LINE_UNITS * 16) + w * 4;
-        u32 phase = begin + row * work.sizes.out_w + (8 * j + channel) * apart;  // where the row begins
+      for (int eight = 0; eight < 2; eight++) {
+        int at = position(nb, eight, thread), row = at / PITCH, w = at - row * PITCH;
+        bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
+        char* to = y + ((long long)row * s.out_w + w) * 4;
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * 4;
-          const u32 v = Number::bits(acc[nb][4 * j + 2 * h + c] + b[c]);
-          if (w >= C::tile_w) continue;
-          store_shared_u32(to, v);
+        for (int i = 0; i < SLOT_SUMS / 2; i++) {
+          const int of = i / 2 * 8 + i % 2;
+          const u32 v = Number::bits(acc[nb][i / 2 * 4 + eight * 2 + i % 2] + b[i]);
+          const bool ok = there;
+          store_global_if(to + of * plane, v, ok);
         }
       }
-  }
-
-  // NCHW: the same of 8 channels at a time, by way of the consumer's buffer.
-  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
-    const Sizes& s = work.sizes;
-    const u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
-    const long long plane = (long long)s.out_d * s.out_h * s.out_w * 4;
-    const int first = wg * POSITIONS, columns = min(s.out_w - t.w, C::tile_w), rows = min(s.out_h - t.h, C::tile_h);
-    char* const y = work.y + t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
-    int own = thread;
-#pragma unroll
-    for (int j = 0; j < C::slot_columns / 8; j++) {
-      OPAQUE(own);                                      // what follows from it is found here, not kept (spills)
-      named_sync(2 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc, j, (u32)(u64)y / 4, (u32)plane / 4, buffer, own);
-      named_sync(2 + wg, 128);
-#pragma unroll 2  // more of them spill
-      for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
-        int index = own + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = first / PITCH + line / 8;
-        char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * 4;
-        int at = unit * VEC - (int)((u32)(u64)to / 4 % VEC);  // of the unit's first element in the row
-        int low = max(first - row * PITCH, 0), high = min(first - row * PITCH + POSITIONS, columns);  // what of the row the consumer has
-        bool live = index < 8 * LINES * LINE_UNITS && row < rows;
-        bool whole = live && at >= low && at + VEC <= high;
-        u32 v[4];
-        load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
-        to += at * 4;
-        store_global_128_if(to, v, whole);
-        if (live && !whole && at + VEC > low && at < high) store_some(to, v, at, low, high);
-      }
-    }
-  }
-
-  // Of a unit, from a row's element `at` on, those from `low` to `high`.
-  static __device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high) {
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-      const bool ok = at + e >= low && at + e < high;
-      store_global_if(to + e * 4, v[e], ok);
-    }
   }
 };
 
@@ -1962,24 +1903,23 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
 
 struct Forward {
   static constexpr int cin_g = 48, first_w = -2, plane = 102, precision = 0, cin = 48, ck = 8, tile_d = 1, tile_h = 5;
-  static constexpr int tile_w = 100, rows_h = 7, planes = 1, stages_p = 3, stages_s = 3, fetch = 1, slot_boxes = 1;
+  static constexpr int tile_w = 100, rows_h = 7, planes = 1, stages_p = 3, stages_s = 4, fetch = 1, slot_boxes = 1;
   static constexpr int slot_channel = 2912, slot_copied = 23296, slot_units = 26, first_h = -2, column_pad = 2;
   static constexpr int cout = 24, producer_registers = 48, consumer_registers = 208, nb = 4, taps = 9, slots = 3;
   static constexpr int slot_columns = 24, b_columns = 72, first_slot = 0, tap_entries = 9;
   static constexpr int tap_rows[9] = {0, 1, 2, 102, 103, 104, 204, 205, 206};
   static constexpr int tap_indices[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0}, stages = 3, stages_w = 4, w_stage = 6;
-  static constexpr bool channels_last = false, grad_input = false, wide_stores = false, turns = false;
+  static constexpr bool channels_last = false, grad_input = false, wide_stores = false;
 };
 
 // --- constants: gradient for the input -------------------------------------------------------------------------------
 
 struct GradInput : Forward {
-  static constexpr int cin_g = 24, first_w = 0, plane = 18, cin = 24, tile_h = 14, tile_w = 16, rows_h = 16;
-  static constexpr int stages_p = 4, stages_s = 4, slot_channel = 1280, slot_copied = 10240, slot_units = 5;
-  static constexpr int first_h = 0, column_pad = 0, cout = 48, nb = 2, slot_columns = 48, b_columns = 144;
-  static constexpr int first_slot = -2, tap_rows[9] = {0, 1, 2, 18, 19, 20, 36, 37, 38};
-  static constexpr int tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, stages = 4, stages_w = 3, w_stage = 9;
-  static constexpr bool grad_input = true, turns = true;
+  static constexpr int cin_g = 24, first_w = 0, cin = 24, tile_h = 2, rows_h = 4, stages_s = 3, slot_channel = 1664;
+  static constexpr int slot_copied = 13312, first_h = 0, column_pad = 0, cout = 48, nb = 2, slot_columns = 48;
+  static constexpr int b_columns = 144, first_slot = -2, tap_indices[9] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, stages_w = 3;
+  static constexpr int w_stage = 9;
+  static constexpr bool grad_input = true;
 };
 
 // --- constants: gradient for the weight ------------------------------------------------------------------------------
@@ -2069,7 +2009,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({124416}, x.options().dtype(at::kByte));
   kernels::pack<kernels::Sweep<kernels::Forward>><<<31, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::sweep<kernels::Sweep<kernels::Forward>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::Forward>>, 222880), stream>>>(
+  kernels::sweep<kernels::Sweep<kernels::Forward>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::Forward>>, 219312), stream>>>(
       of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
       sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{104, 7, 1, 8, 1},
@@ -2083,10 +2023,10 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({124416}, grad.options().dtype(at::kByte));
   kernels::pack<kernels::Sweep<kernels::GradInput>><<<31, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 214960), stream>>>(
+  kernels::sweep<kernels::Sweep<kernels::GradInput>><<<blocks, 512, shared(kernels::sweep<kernels::Sweep<kernels::GradInput>>, 204432), stream>>>(
       of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
       sizes[7], sizes[8], sizes[9], sizes[10],
-      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{20, 16, 1, 8, 1},
+      {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{104, 4, 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2177,9 +2117,9 @@ def forward_launch(batch, source, result, processors):
 
 
 def grad_input_launch(batch, source, result, processors):
-    """(blocks, sizes): persistent blocks, which take tiles of 14 x 16 positions slice by slice along the depth."""
-    rows = ceil(result[1], 14)
-    columns = ceil(result[2], 16)
+    """(blocks, sizes): persistent blocks, which take tiles of 2 x 100 positions slice by slice along the depth."""
+    rows = ceil(result[1], 2)
+    columns = ceil(result[2], 100)
     parts = segments(batch * rows * columns, result[0], 3, processors)
     walks = batch * parts * rows * columns
     return min(walks, processors), (batch, *source, *result, parts, rows, columns, walks * (ceil(result[0], parts) + 2))

@@ -153,7 +153,7 @@ def pixels_choice(name: str) -> Draw:
 def short_rings(mode: str, p: Problem, gpu: Gpu, stages: range) -> Iterator[Any]:
     """A tile of each way in which consumers share them, with the fewest of these stages that it can have."""
     every = implicit.alone(any_size(p), gpu) if mode == "implicit" else MODES[mode].candidates(p, gpu)
-    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "turns", "rows")): t for t in every}
+    ways = {tuple(getattr(t, name, None) for name in ("mb", "halves", "rows")): t for t in every}
     for t in ways.values():
         rings = (replace(t, stages=count) for count in stages if count <= t.stages)
         yield from islice((ring for ring in rings if ring.fits), 1)

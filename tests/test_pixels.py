@@ -193,16 +193,6 @@ def test_the_shortest_rings_do_not_deadlock(name: str, emulator: Emulator) -> No
         assert_computes(TileChoice(t, p, replace(H200, multiprocessors=1), Cost(1e-5)), emulator, 1)
 
 
-def test_consumers_in_turn_never_wait_for_what_both_have_to_read() -> None:
-    """A consumer multiplies a slice's chunks before its turn ends, and the other has read none of them until then."""
-    mode, p = RINGS["sweep last"]
-    taken = [t for t in MODES[mode].candidates(p.with_(precision="tf32"), H200) if t.turns]  # type: ignore[attr-defined]
-    assert taken
-    for t in taken:
-        assert t.fits and t.stages > t.pixels.chunks  # type: ignore[attr-defined]
-        assert not replace(t, stages=t.pixels.chunks).fits  # type: ignore[attr-defined]
-
-
 # --- launches --------------------------------------------------------------------------------------------------------
 
 

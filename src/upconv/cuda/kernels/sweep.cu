@@ -7,8 +7,6 @@
 // the others move up by one. So every product is useful but at the ends of such a walk.
 //
 // M-rows are neighbouring pixel rows of the tile, its halo's columns among them, whose sums nobody stores. Consumers halve them: `nb` x 64 each.
-// `turns`: they multiply in turn, so that one stores while the other multiplies. All weights stay then, and so do a slice's chunks until both have
-// read them: a ring of fewer stages than chunks would wait for ever, and one more lets the next slice begin.
 //
 // Chunks, and how pixels come, are `gather`'s (gather_tile.cuh, gather_produce.cuh): in NCHW by way of slots and a pass that turns them, in
 // channels-last by a box that is the tile. Weights are B, by descriptor: for a chunk and a tap (of H and W) `b_columns` rows of a chunk's channels,
@@ -47,24 +45,15 @@ static constexpr int SLOT_SUMS = C::slot_columns / 2;   // a thread's of an M-ro
 using Sums = float[NB][C::slots * SLOT_SUMS];
 static constexpr int POSITIONS = NB * 64;               // M-rows of a consumer
 
-// A consumer's buffer for NCHW: 8 output channels of its positions by rows of the image, each in units of 16 bytes as they lie in memory, so
-// that a lane stores 16 bytes wherever rows begin. Channels are so far apart that lanes that write meet different banks.
-static constexpr int LINE_UNITS = (C::tile_w + 2 * VEC - 2) / VEC;  // of a row
-static constexpr int LINES = (POSITIONS + PITCH - 2) / PITCH + 1;  // rows that a consumer's positions are in
-static constexpr int CHANNEL_PITCH = (LINES * LINE_UNITS + 3) / 4 * 64 + 16;
-static constexpr int BUFFER_BYTES = C::channels_last ? 0 : 8 * CHANNEL_PITCH;
-
 using Ring = RingOf<C::stages_p, T::STAGE_BYTES>;        // of pixels
 using Weights = RingOf<C::stages_w, C::w_stage * STEP_BYTES>;
 using Slots = RingOf<C::channels_last ? 0 : C::stages_s, BoxesOf<C>::BYTES>;
 static constexpr int WEIGHTS_AT = Ring::BYTES;
 static constexpr int SLOTS_AT = WEIGHTS_AT + Weights::BYTES;
-static constexpr int BUFFERS_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * BUFFER_BYTES;
+static constexpr int BARRIERS_AT = SLOTS_AT + Slots::BYTES;
 static_assert(BARRIERS_AT + Ring::BARRIER_BYTES + Weights::BARRIER_BYTES + Slots::BARRIER_BYTES == C::shared_bytes, "the planner's shared memory is not the kernel's");
 static_assert(BOX && T::PARTS == 1 && !C::strided_box && C::w_stage % K_STEPS == 0,
               "boxes bring pixels, in one part, channels-last ones one for a chunk, and a stage of the ring has whole taps");
-static_assert(!C::turns || (C::stages_p > CHUNKS && C::stages_w == CHUNKS && C::w_stage == CHUNK_STEPS), "consumers in turn would wait for ever");
 
 // As pixels.cuh asks: each consumer has a part of every tile, and behind a chunk the one before is given back.
 static constexpr int PRODUCERS = 2, FILLERS = T::DIRECT_BOX ? 1 : PRODUCER_WARPS, RINGS = 1, READERS = CONSUMERS;
@@ -136,25 +125,24 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// One thread: every slice's weights go through the ring, chunk by chunk; those that stay are loaded once.
+// One thread: every slice's weights go through the ring, chunk by chunk.
 static __device__ __forceinline__ void stream_weights(const char* packed, const Sizes& s, const Weights& ring) {
   wait_for_results();                                   // of `pack`
   typename Weights::Cursor cursor = {0, 1};
 #pragma unroll 1
   for (int index = first_tile(0, s); index < s.tiles; index = next_tile(index, s)) {
-    int chunks = C::turns ? CHUNKS : end_chunk(tile_at(index, s), s);
+    int chunks = end_chunk(tile_at(index, s), s);
     const char* from = packed;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; chunk++)
 #pragma unroll 1
       for (int left = CHUNK_STEPS; left > 0; left -= C::w_stage, cursor.next()) {
         u32 bytes = (left < C::w_stage ? left : C::w_stage) * STEP_BYTES, barrier = ring.full(cursor);
-        if (!C::turns) ring.wait_empty(cursor);
+        ring.wait_empty(cursor);
         expect_bytes(barrier, bytes);
         copy_bulk(ring.stage(cursor), from, bytes, barrier);
         from += bytes;
       }
-    if (C::turns) return;
   }
 }
 
@@ -171,9 +159,7 @@ struct Consumer {
   Tile t;
 
   __device__ __forceinline__ Consumer(const Work<Sweep>& work, int wg, int thread)
-      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {
-    if (C::turns && wg == 1) named_arrive(4, T::CONSUMER_THREADS);  // the first turn is warpgroup 0's
-  }
+      : work(work), wg(wg), thread(thread), ring(weights_of(work.memory)), cursor({0, 0}) {}
 
   __device__ __forceinline__ Steps steps(int index) {
     t = tile_at(index, work.sizes);
@@ -191,7 +177,6 @@ struct Consumer {
         opaque(acc[nb][i]);
       }
     read = 0;
-    if (C::turns) named_sync(4 + wg, T::CONSUMER_THREADS);
   }
 
   // Where the consumer's pixels are, as descriptors have it.
@@ -206,9 +191,9 @@ struct Consumer {
     for (int i = 0; i < CHUNK_STEPS; i++) {
       const int k = i % K_STEPS * 2;
       if (i % C::w_stage == 0) {
-        barrier_wait(ring.full(cursor), C::turns ? 0 : cursor.parity);
+        ring.wait_full(cursor);
         weights = uniform(ring.stage(cursor) >> 4 | 1u << 16);
-        barrier = C::turns ? 0 : ring.empty(cursor);
+        barrier = ring.empty(cursor);
         cursor.next();
         wgmma_fence();
       }
@@ -229,7 +214,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(const Sums& acc, int) const {
-    if (C::turns) named_arrive(4 + (wg ^ 1), T::CONSUMER_THREADS);
     give_back(read, thread & 31);
     const int od = t.d + C::first_slot;
     if (t.step < C::slots - 1 || od >= work.sizes.out_d) return;
@@ -271,68 +255,32 @@ struct Consumer {
     }
   }
 
-  // NCHW: eight channels' sums, from channel 8j on, to the buffer; `begin`, `apart`: where the tile begins and a channel from the next, in
-  // elements, of which only the place in a unit counts.
-  __device__ __forceinline__ void fill_buffer(const Sums& acc, int j, u32 begin, u32 apart, u32 buffer, int thread) const {
-    const int channel = (thread & 3) * 2, top = wg * POSITIONS / PITCH;
-    const float b[2] = {bias_of(8 * j + channel), bias_of(8 * j + channel + 1)};
+  // NCHW: a thread has two of each eight channels of a position, and eight lanes neighbouring positions, in float32 a sector's. One loop for
+  // both layouts, with sums that all have their bias first, takes up to 15 % longer.
+  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
+    const Sizes& s = work.sizes;
+    const int channel = (thread & 3) * 2;
+    const long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
+    float b[SLOT_SUMS / 2];
+#pragma unroll
+    for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + channel + i % 2);
+    char* const y = work.y + (t.n * C::cout + channel) * plane + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * ELEMENT;
 #pragma unroll
     for (int nb = 0; nb < NB; nb++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        int at = position(nb, h, thread), row = at / PITCH, w = at - row * PITCH;
-        u32 place = buffer + channel * CHANNEL_PITCH + (row - top) * (LINE_UNITS * 16) + w * ELEMENT;
-        u32 phase = begin + row * work.sizes.out_w + (8 * j + channel) * apart;  // where the row begins
+      for (int eight = 0; eight < 2; eight++) {
+        int at = position(nb, eight, thread), row = at / PITCH, w = at - row * PITCH;
+        bool there = row < C::tile_h && t.h + row < s.out_h && w < C::tile_w && t.w + w < s.out_w;
+        char* to = y + ((long long)row * s.out_w + w) * ELEMENT;
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
-          u32 to = place + c * CHANNEL_PITCH + ((phase + c * apart) % VEC) * ELEMENT;
-          const u32 v = Number::bits(acc[nb][4 * j + 2 * h + c] + b[c]);
-          if (w >= C::tile_w) continue;
-          if constexpr (ELEMENT == 2) store_shared_u16(to, v);
-          else store_shared_u32(to, v);
+        for (int i = 0; i < SLOT_SUMS / 2; i++) {
+          const int of = i / 2 * 8 + i % 2;
+          const u32 v = Number::bits(acc[nb][i / 2 * 4 + eight * 2 + i % 2] + b[i]);
+          const bool ok = there && (C::cout % 8 == 0 || of + channel < C::cout);
+          if constexpr (ELEMENT == 4) store_global_if(to + of * plane, v, ok);
+          else store_global_16_if(to + of * plane, v, ok);
         }
       }
-  }
-
-  // NCHW: the same of 8 channels at a time, by way of the consumer's buffer.
-  __device__ __forceinline__ void store_rows(const Sums& acc, int od) const {
-    const Sizes& s = work.sizes;
-    const u32 buffer = work.memory + BUFFERS_AT + wg * BUFFER_BYTES;
-    const long long plane = (long long)s.out_d * s.out_h * s.out_w * ELEMENT;
-    const int first = wg * POSITIONS, columns = min(s.out_w - t.w, C::tile_w), rows = min(s.out_h - t.h, C::tile_h);
-    char* const y = work.y + t.n * (C::cout * plane) + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * ELEMENT;
-    int own = thread;
-#pragma unroll
-    for (int j = 0; j < C::slot_columns / 8; j++) {
-      OPAQUE(own);                                      // what follows from it is found here, not kept (spills)
-      named_sync(2 + wg, 128);                          // everyone has read what was there before
-      fill_buffer(acc, j, (u32)(u64)y / ELEMENT, (u32)plane / ELEMENT, buffer, own);
-      named_sync(2 + wg, 128);
-#pragma unroll 2  // more of them spill
-      for (int i = 0; i < (8 * LINES * LINE_UNITS + 127) / 128; i++) {
-        int index = own + i * 128, unit = index % LINE_UNITS, line = index / LINE_UNITS, c = line % 8, row = first / PITCH + line / 8;
-        char* to = y + (8 * j + c) * plane + (long long)row * s.out_w * ELEMENT;
-        int at = unit * VEC - (int)((u32)(u64)to / ELEMENT % VEC);  // of the unit's first element in the row
-        int low = max(first - row * PITCH, 0), high = min(first - row * PITCH + POSITIONS, columns);  // what of the row the consumer has
-        bool live = index < 8 * LINES * LINE_UNITS && row < rows && (C::cout % 8 == 0 || 8 * j + c < C::cout);
-        bool whole = live && at >= low && at + VEC <= high;
-        u32 v[4];
-        load_shared_128(v, buffer + (live ? c * CHANNEL_PITCH + (line / 8 * LINE_UNITS + unit) * 16 : 0));
-        to += at * ELEMENT;
-        store_global_128_if(to, v, whole);
-        if (live && !whole && at + VEC > low && at < high) store_some(to, v, at, low, high);
-      }
-    }
-  }
-
-  // Of a unit, from a row's element `at` on, those from `low` to `high`.
-  static __device__ __forceinline__ void store_some(char* to, const u32 (&v)[4], int at, int low, int high) {
-#pragma unroll
-    for (int e = 0; e < VEC; e++) {
-      const bool ok = at + e >= low && at + e < high;
-      if constexpr (ELEMENT == 4) store_global_if(to + e * 4, v[e], ok);
-      else store_global_16_if(to + e * 2, v[e / 2] >> e % 2 * 16, ok);
-    }
   }
 };
 

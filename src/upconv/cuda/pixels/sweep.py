@@ -45,9 +45,7 @@ _RINGS = {
     True: ((6, 2, 6), (4, 2, 6), (4, 2, 4), (3, 2, 4), (3, 2, 3), (2, 2, 3)),
     False: ((3, 4, 6), (3, 4, 4), (3, 3, 4), (3, 3, 3), (3, 2, 3), (2, 2, 3)),
 }
-# Clocks of a consumer: 8 channels of 64 positions in NCDHW, and 32 bytes of stores in channels_last.
-_STORE, _STORE_LAST = 28.0 * 16, 1.44
-_TURN = 1410.0  # clocks of a slice where consumers take turns
+_STORE = 1.44  # clocks of a consumer for 32 bytes of stores
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,6 @@ class Sweep(Tile):
     stages_w: int = 2
     w_stage: int = 8
     """Steps of K of a stage of the weights' ring: whole taps."""
-    turns: bool = False
-    """Consumers multiply in turn, and one stores while the other multiplies: all weights stay in shared memory, and all
-    of a slice's chunks and one more."""
 
     mode = file = "sweep"
     # In channels_last `gather` is the faster one for gradients (docs/experiments.md).
@@ -146,30 +141,22 @@ class Sweep(Tile):
         c.read_behind = (max(c.tap_rows) + self.nb * 128 - t.pixels) * t.row_bytes
 
     def constants(self) -> dict[str, jit.Constant]:
-        rings = {"stages_w": self.ring_stages, "w_stage": self.w_stage, "turns": self.turns}
+        rings = {"stages_w": self.stages_w, "w_stage": self.w_stage}
         return pixel_constants(self.pixels) | super().constants() | rings
-
-    @property
-    def ring_stages(self) -> int:
-        """Of weights."""
-        return self.pixels.chunks if self.turns else self.stages_w
 
     @property
     def weight_bytes(self) -> int:
         """Of their ring."""
-        return int(self.ring_stages * self.w_stage * self.c.b_columns * 32)
+        return int(self.stages_w * self.w_stage * self.c.b_columns * 32)
 
     @property
     def shared_bytes(self) -> int:
         t = self.pixels
         part = -(-t.pixels * t.row_bytes // 1024) * 1024
-        rings = self.stages * (part + 16) + self.weight_bytes + 16 * self.ring_stages
+        rings = self.stages * (part + 16) + self.weight_bytes + 16 * self.stages_w
         if self.channels_last:
             return rings
-        units = (self.shape[1] + 2 * t.vec - 2) // t.vec
-        lines = (self.nb * 64 + t.pitch - 2) // t.pitch + 1
-        buffers = 2 * 8 * (-(-lines * units // 4) * 64 + 16)
-        return rings + self.stages_s * (t.slot_bytes + 16) + buffers
+        return rings + self.stages_s * (t.slot_bytes + 16)
 
     @property
     def sums(self) -> int:
@@ -178,13 +165,8 @@ class Sweep(Tile):
     @property
     def fits(self) -> bool:
         t, c, (h, w) = self.pixels, self.c, self.shape
-        if self.turns:
-            # A turn reads all of a slice's chunks before any is given back: with fewer stages it would wait for ever.
-            rings = self.w_stage == c.chunk_steps and self.stages > t.chunks
-        else:
-            rings = self.stages_w >= 2
         return (
-            rings
+            self.stages_w >= 2
             and super().fits
             and self.w_stage % t.k_steps == 0
             and (h - 1) * t.pitch + w <= self.nb * 128
@@ -241,35 +223,34 @@ class Sweep(Tile):
         t, last, counts = self.pixels, self.channels_last, self.counts(p, gpu)
         # Slices that the input has not, at either end of its depth, cost nothing.
         slices = self.walk(p, gpu) + (self.c.slots - 1) * (1 - 1 / counts[1])
-        streamed = 0 if self.turns else self.packed_words * 4
         instructions = t.chunks * self.c.chunk_steps * 2 * self.nb
-        if last:
-            stored, shared = math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE_LAST, 0
-        else:
-            stored = self.c.slot_columns / 8 * self.nb * _STORE
-            shared = instructions * 32 * (64 + self.c.b_columns) + 3 * t.pixels * t.row_bytes * t.chunks + streamed
+        shared = 0
+        if not last:
+            shared = (
+                instructions * 32 * (64 + self.c.b_columns)
+                + 3 * t.pixels * t.row_bytes * t.chunks
+                + self.packed_words * 4
+            )
         return Work(
             instructions,
             instructions * self.c.b_columns,
             waves=-(-math.prod(counts) // gpu.multiprocessors) * slices,
             moved=moved(p),
-            steps=0 if self.turns else t.chunks * -(-self.c.chunk_steps // self.w_stage),
+            steps=t.chunks * -(-self.c.chunk_steps // self.w_stage),
             stages=self.stages if last else self.stages_s,
             lines=t.chunks * t.pixels if last else 0,
             shared=shared,
             chunks_turned=0 if last else t.chunks,
             turned=0 if last else t.chunks * -(-t.pixels // 192) * t.k_steps * 8 // t.element,
-            stored=stored,
+            stored=math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE,
             descriptors=True,
-            in_turn=self.turns,
-            beside=_TURN if self.turns else 0,
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
-        weights = "resident" if self.turns else f"in a ring of {self.stages_w} x {self.w_stage} steps"
         return (
             f"tile {'x'.join(map(str, self.shape))} (HxW), walks of {self.walk(p, gpu)} slices, "
-            f"{self.c.b_columns} columns, chunk of {self.chunk} channels, weights {weights}"
+            f"{self.c.b_columns} columns, chunk of {self.chunk} channels, weights in a ring of {self.stages_w} x "
+            f"{self.w_stage} steps"
         )
 
 
@@ -296,7 +277,7 @@ def _tiles(layer: Problem, gpu: Gpu) -> tuple[Sweep, ...]:
         rows = (nb * 128 - width) // base.pixels.pitch + 1 if short else 0
         for chunk in short if rows > 0 else ():
             one = varied(base, shape=(rows, width), chunk=chunk)
-            found += [s for turns in (True, False) if (s := _fitted(varied(one, turns=turns), gpu))]
+            found += [s] if (s := _fitted(one, gpu)) else []
     return tuple(found)
 
 
@@ -304,10 +285,9 @@ def _fitted(s: Sweep, gpu: Gpu) -> Sweep | None:
     """The sweep with as many stages as shared memory allows; None when it does not fit at all."""
     k_steps = s.pixels.k_steps
     taps = max(1, min(s.c.tap_entries, max(1, 24 // s.nb) // k_steps))  # of a stage of the ring: some 24 instructions
-    s = varied(s, w_stage=s.c.chunk_steps if s.turns else taps * k_steps)
-    least = s.pixels.chunks + 1 if s.turns else 0
+    s = varied(s, w_stage=taps * k_steps)
     for stages, slots, weights in _RINGS[s.channels_last]:
-        fit = varied(s, stages=max(stages, least), stages_s=slots, stages_w=weights)
+        fit = varied(s, stages=stages, stages_s=slots, stages_w=weights)
         if fit.shared_bytes <= gpu.shared_bytes and fit.fits:
             return fit
     return None

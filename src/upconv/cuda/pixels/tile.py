@@ -118,7 +118,7 @@ class Tile:
         ``packed_words`` of 32 bits."""
         raise NotImplementedError
 
-    @derived_without("cluster", "stages", "stages_s", "stages_w", "turns", "w_stage")
+    @derived_without("cluster", "stages", "stages_s", "stages_w", "w_stage")
     def c(self) -> Any:
         """The kernel's constants, but for those that follow from these fields."""
         cin, cout = self.channels
