@@ -1379,15 +1379,15 @@ static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2], u32 at, int order) {
-  u32 to = at + (0 ^ order) * 4;
-  store_shared_f32x2(to, v[0], v[0 ^ 1]);
+static __device__ __forceinline__ void put(float (&v)[2], u32 at) {
+  u32 to = at;
+  store_shared_f32x2(to, v[0], v[1]);
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int q = lane & 3, order = 0;
+  int q = lane & 3;
 #pragma unroll
   for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
@@ -1395,7 +1395,7 @@ static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], 
 #pragma unroll
     for (int c = 0; c < 2; c++)
       v[c] = R::sum_of(acc, 0, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * 4, order);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * 4);
   }
 }
 

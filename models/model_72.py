@@ -1781,39 +1781,20 @@ using Result = char*;
 using Rows = RowStores<C>;
 static constexpr int BUFFER_BYTES = 8 * Rows::PITCH;
 
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
-template <int UNIT>
-static __device__ __forceinline__ int order_of(int g, int q) {
-  int by_column = q & 2;
-  return by_column;
-}
-
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = 2;
+static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at) {
 #pragma unroll
-  for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 2 * C::w_subs; i++) {
-      if (i & bit) continue;
-      float low = v[i], high = v[i ^ bit];
-      v[i] = order & bit ? high : low;
-      v[i ^ bit] = order & bit ? low : high;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * 4;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  for (int i = 0; i < 2 * C::w_subs; i += 2) {
+    u32 to = at + i * 4;
+    store_shared_f32x2(to, v[i], v[i + 1]);
   }
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+  int q = lane & 3;
 #pragma unroll
   for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
@@ -1822,7 +1803,7 @@ static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], 
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4, order);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4);
   }
 }
 

@@ -1661,19 +1661,18 @@ static __device__ __forceinline__ constexpr bool shifted(int unit) { return fals
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = 2;
+static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at) {
 #pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * 4;
-    store_shared_f32x2(to, v[i], v[i ^ 1]);
+  for (int i = 0; i < 2 * C::w_subs; i += 2) {
+    u32 to = at + i * 4;
+    store_shared_f32x2(to, v[i], v[i + 1]);
   }
 }
 
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int q = lane & 3, order = 0;
+  int q = lane & 3;
 #pragma unroll
   for (int k = 0; k < C::run_groups; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
@@ -1682,7 +1681,7 @@ static __device__ __forceinline__ void put_rows(float (&acc)[C::mb][G::NB][32], 
     for (int c = 0; c < 2; c++)
 #pragma unroll
       for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
-    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4, order);
+    put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * 4);
   }
 }
 

@@ -149,42 +149,20 @@ static constexpr bool CONTIGUOUS = C::w_subs == C::out_step_w;  // a tile's outp
 
 // UNIT, below: bytes at multiples of which all rows of a run begin and end: 16, two outputs or one.
 static __device__ __forceinline__ constexpr bool shifted(int unit) { return ELEMENT == 2 && unit == 2; }  // rows lie in the buffer as they do in their first sector
-static __device__ __forceinline__ constexpr int together(int unit) { return shifted(unit) ? 1 : 2; }  // outputs that a thread stores to the buffer together
-
-// Which of a thread's outputs of a row go first to the buffer, as an exclusive or of their order, so that the lanes of an
-// instruction meet different banks: rows lie 8 banks apart (half precision: 12), the outputs of neighbouring lanes 2 w_subs.
-template <int UNIT>
-static __device__ __forceinline__ int order_of(int g, int q) {
-  if (ELEMENT == 2) return C::w_subs % 2 == 0 ? (g & 1) << 1 : 0;
-  int by_column = C::w_subs % 4 == 0 ? q << 1 : C::w_subs % 2 == 0 ? q & 2 : 0;
-  return together(UNIT) == 2 ? by_column : by_column | g >> 2;
-}
 
 // One thread's 2 w_subs neighbouring outputs to the buffer.
 template <int UNIT>
-static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, int order) {
-  constexpr int TOGETHER = together(UNIT);
-  if constexpr (C::w_subs % 2 == 0) {
+static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at) {
 #pragma unroll
-    for (int bit = TOGETHER; bit < 8 && C::w_subs % bit == 0; bit *= 2) {
-#pragma unroll
-      for (int i = 0; i < 2 * C::w_subs; i++) {
-        if (i & bit) continue;
-        float low = v[i], high = v[i ^ bit];
-        v[i] = order & bit ? high : low;
-        v[i ^ bit] = order & bit ? low : high;
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * C::w_subs; i += TOGETHER) {
-    u32 to = at + (i ^ order) * ELEMENT;
+  for (int i = 0; i < 2 * C::w_subs; i += 2) {
+    u32 to = at + i * ELEMENT;
     if constexpr (ELEMENT == 4) {
-      if (TOGETHER == 2) store_shared_f32x2(to, v[i], v[i ^ 1]);
-      else store_shared_f32(to, v[i]);
+      store_shared_f32x2(to, v[i], v[i + 1]);
+    } else if constexpr (!shifted(UNIT)) {
+      store_shared_u32(to, Number::pair(v[i], v[i + 1]));
     } else {
-      if (TOGETHER == 2) store_shared_u32(to, Number::pair(v[i], v[i ^ 1]));
-      else store_shared_u16(to, Number::bits(v[i]));
+      store_shared_u16(to, Number::bits(v[i]));
+      store_shared_u16(to + 2, Number::bits(v[i + 1]));
     }
   }
 }
@@ -192,7 +170,7 @@ static __device__ __forceinline__ void put(float (&v)[2 * C::w_subs], u32 at, in
 // Rows h * 8 ... of run i of subtiles first_of(r) ...: a thread's outputs of its row to the buffer.
 template <int UNIT>
 static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], float bias, int r, int i, int h, u32 row, int lane) {
-  int g = lane >> 2, q = lane & 3, order = order_of<UNIT>(g, q);
+  int q = lane & 3;
 #pragma unroll
   for (int k = 0; k < R::GROUPS; k++) {
     const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
@@ -202,7 +180,7 @@ static __device__ __forceinline__ void put_rows(float (&acc)[G::MB][G::NB][32], 
 #pragma unroll
       for (int u = 0; u < C::w_subs; u++) v[c * C::w_subs + u] = R::sum_of(acc, u, nb, 4 * j + 2 * h + c, bias);
     if constexpr (C::fetch == IMAGES_BESIDE) put_beside(v, row, k * 8 + 2 * q);
-    else put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT, order);
+    else put<UNIT>(v, row + (k * 8 + 2 * q) * C::w_subs * ELEMENT);
   }
 }
 
