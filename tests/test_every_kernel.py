@@ -201,6 +201,7 @@ OLDER = ("gather", "wgrad by mma.sync", "direct", "direct gradients", "plain")
 DRAWN = [(family, H200) for family in FAMILIES] + [(family, A100) for family in OLDER]
 
 
+@cache
 def drawn(family: str, gpu: Gpu) -> list[Any]:
     """The first random choices, and of more those whose entries none before has."""
     found, seen = [], set[str]()

@@ -6,6 +6,7 @@ them on disk (``cache``). `kernel` loads it (``driver``), and what is loaded sta
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ def instance(file: str, constants: Mapping[str, Constant], entries: Sequence[str
 
     Errors: ValueError for a name that is no identifier; FileNotFoundError for a file that ``kernels`` does not have.
     """
-    return f"{_ENTRIES}{'; '.join(entries)}\n{struct_of(CONFIG, constants)}\n{_inline(file, set())}"
+    return f"{_ENTRIES}{'; '.join(entries)}\n{struct_of(CONFIG, constants)}\n{_whole(KERNELS / file)}"
 
 
 def struct_of(name: str, constants: Mapping[str, Constant]) -> str:
@@ -94,18 +95,24 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
-def _inline(file: str, seen: set[str]) -> str:
-    seen.add(file)
-    text = _ONCE.sub("", (KERNELS / file).read_text(encoding="utf-8"))
+@functools.cache
+def _whole(path: Path) -> str:
+    """A file with those that it includes, which do not change while they are in use."""
+    return _inline(path, set())
+
+
+def _inline(path: Path, seen: set[str]) -> str:
+    seen.add(path.name)
+    text = _ONCE.sub("", path.read_text(encoding="utf-8"))
 
     def put(found: re.Match[str]) -> str:
         name = found[1]
         if name in seen:
             return ""
         back = text.count("\n", 0, found.start()) + 2
-        return f'{_inline(name, seen)}\n#line {back} "{file}"'
+        return f'{_inline(path.with_name(name), seen)}\n#line {back} "{path.name}"'
 
-    return f'#line 1 "{file}"\n' + _QUOTED.sub(put, text)
+    return f'#line 1 "{path.name}"\n' + _QUOTED.sub(put, text)
 
 
 # --- machine code ----------------------------------------------------------------------------------------------------
