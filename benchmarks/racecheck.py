@@ -172,9 +172,9 @@ def run_abreast(p: Problem, wanted: Callable[[Any], bool]) -> None:
     run_gather(p.abreast, wanted)
 
 
-def run_sweep(p: Problem, wanted: Callable[[Any], bool]) -> None:
-    """The first sweep of a kind."""
-    found = next(s for s in MODES["sweep"].candidates(p, gpu(0)) if wanted(s))
+def run_sweep(p: Problem) -> None:
+    """The first tile, which is small."""
+    found = next(iter(MODES["sweep"].candidates(p, gpu(0))))
     prepared = TileChoice(found, p, gpu(0), Cost()).prepare(0)
     run_prepared(prepared, p)
 
@@ -280,10 +280,10 @@ CASES: dict[str, tuple[str, Callable[[], None]]] = {
     "boxes": case("gather", run_gather, STRIDED, "tf32 channels_last grad-input", lambda t: t.boxable),
     "joined": case("joined", run_joined, SHEETS, "tf32 nchw fwd"),
     "joined-16": case("joined", run_joined, SHEETS, "bf16 nchw fwd"),
-    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd", lambda s: not s.turns),
-    "sweep-turns": case("sweep", run_sweep, DEEP, "bf16 nchw fwd", lambda s: s.turns),
-    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd", lambda s: not s.turns),
-    "sweep-last-turns": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd", lambda s: s.turns),
+    "sweep": case("sweep", run_sweep, DEEP, "tf32 nchw fwd"),
+    "sweep-16": case("sweep", run_sweep, DEEP, "bf16 nchw fwd"),
+    "sweep-last": case("sweep", run_sweep, DEEP, "tf32 channels_last fwd"),
+    "sweep-last-16": case("sweep", run_sweep, DEEP, "bf16 channels_last fwd"),
     "subpixel": case("pixels", run_choice, LONE, "tf32 nchw fwd", "subpixel"),
     "subpixel-16": case("pixels", run_choice, LONE, "bf16 nchw fwd", "subpixel"),
     "pairs": case("pixels", run_choice, LONE_BACK, "tf32 nchw grad-input", "pairs"),
