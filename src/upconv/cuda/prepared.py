@@ -33,7 +33,6 @@ from upconv.cuda.launches import (
 )
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
-_WORD, _DENSE = torch.int32, (1,)
 
 Values = list[Any]
 """Addresses of operands and of places in them, then words of other arguments as bytes."""
@@ -118,7 +117,7 @@ class Program:
         held: list[Tensor] = []  # until all is launched
         if self._shapes:
             for shape in self._shapes:
-                held.append(t := like.new_empty_strided(shape, _DENSE, dtype=_WORD))  # 2 us less than torch.empty
+                held.append(t := like.new_empty_strided(shape, (1,), dtype=torch.int32))  # 2 us less than torch.empty
                 values.append(t.data_ptr())
         stream, overlaps = current_stream(self.device), fresh
         for _, counters in self.zeros:

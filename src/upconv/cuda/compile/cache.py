@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DIGEST = hashlib.sha256().digest_size
-_STALE_SECONDS = 3600.0  # a temporary file this old belongs to a process that died; a compilation takes seconds
 _MOST_BYTES = 2 << 30
 _EMPTIED_TO = 0.9  # of the limit, so that not each write removes something
 _TIDIED_EVERY = 64  # writes of a process
-_USED_SECONDS = 86400.0  # the time of the last use is kept to a day
+_DAY = 86400.0  # to which the time of the last use is kept; a temporary file so old belongs to a process that died
 
 _OURS = re.compile(r"(?:sm_(\w+)-)?[0-9a-f]{64}\.(?:cubin|so|cu)|\..*\.(?:tmp|lock)")
 
@@ -156,7 +155,7 @@ def read(name: str) -> tuple[Path, bytes] | None:
     with contextlib.suppress(OSError):  # a directory that is read-only
         if not good:
             path.unlink()
-        elif time.time() - path.stat().st_mtime > _USED_SECONDS:
+        elif time.time() - path.stat().st_mtime > _DAY:
             os.utime(path)
     return (path, data) if good else None
 
@@ -200,7 +199,7 @@ def _tidy(folder: Path) -> None:
     for path, found in _files(folder):
         if not path.name.startswith("."):
             entries.append((found.st_mtime, found.st_size, path))
-        elif path.suffix == ".tmp" and found.st_mtime < time.time() - _STALE_SECONDS:
+        elif path.suffix == ".tmp" and found.st_mtime < time.time() - _DAY:
             path.unlink(missing_ok=True)
     most, total = most_bytes(), sum(size for _, size, _ in entries)
     if total <= most:
