@@ -45,9 +45,10 @@ def conv_transpose(
     """A transposed convolution of ``rank`` spatial dimensions, by the best way that this call allows."""
     if is_compiling():
         return _traced(rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    out = repeated(False, rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    if out is not None:
-        return out
+    if calls.seen:  # none are where every layer is on a CPU
+        out = repeated(False, rank, input, weight, bias, stride, padding, output_padding, groups, dilation)
+        if out is not None:
+            return out
     plan, given, rounded = None, (input, weight, bias), False
     plain = type(input) in PLAIN and type(weight) in PLAIN and (bias is None or type(bias) in PLAIN)
     # Asking a device for its type costs three times as much.
