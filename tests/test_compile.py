@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -367,11 +368,42 @@ def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: p
     weights.freeze(layer.weight)
     step(compiled, x, list(layer.parameters()))
     assert len(looked) == (replays.CALLS + 3) * 2
+    assert {seen.made for seen in recorded._seen.values()} == {1}  # nor is more noted of calls that are watched
     monkeypatch.setattr(recorded, "_held", lru_cache(maxsize=4)(recorded._Held))  # strides are not noted without end
     with torch.no_grad():
         for wider in range(8):
             compiled(torch.randn(2, 4, 5 + wider)[..., :5])
     assert recorded._held.cache_info().currsize == 4
+
+
+@pytest.fixture
+def ours(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Every layer of a compiled graph is ours, and is replayed."""
+    monkeypatch.setattr(rule, "verdict", lambda *_: rule.Verdict(True, ""))
+    return machine
+
+
+def test_layers_that_differ_by_bias_or_shape_are_told_apart(ours: Any) -> None:
+    layers = [nn.ConvTranspose1d(4, 4, 3, 2, 1, bias=bias) for bias in (False, True)]
+    model = upconv.accelerate(nn.Sequential(*layers))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True, dynamic=True)
+    stock = upconv.restore(copy.deepcopy(model))
+    for times in range(2 * (replays.CALLS + 2)):
+        x = torch.randn(2, 4, 5 + times % 2)
+        assert not differences(step(compiled, x, list(compiled.parameters())), step(stock, x), 1e-4)
+    assert len(recorded._seen) == 2 * 2 * 2  # sizes, layers, passes
+
+
+def test_a_call_that_is_differentiated_is_not_replayed_as_one_that_was_not(ours: Any) -> None:
+    x, weight = torch.randn(2, 4, 5), torch.randn(4, 6, 3, requires_grad=True)
+    call, text = torch.ops.upconv.conv_transpose_forward, text_of([2], [1], [0], 1, [1])
+    with torch.no_grad():
+        for _ in range(replays.CALLS + 2):
+            call(x, weight, None, text)
+    assert len(recorded._seen) == 1
+    (found,) = torch.autograd.grad(call(x, weight, None, text).sum(), weight)
+    (right,) = torch.autograd.grad(F.conv_transpose1d(x, weight, None, 2, 1).sum(), weight)
+    assert_close(found, right)
 
 
 # --- the operator ----------------------------------------------------------------------------------------------------

@@ -263,15 +263,15 @@ def _recorded(name: str, run: Callable[..., Any], theirs: Callable[..., Any]) ->
     """
 
     def kernel(*given: Any) -> Any:
-        found = _replayed(*given)
-        if found is not None:
-            return found
         tensors = [t for t in given[:3] if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return theirs(*given)
+        plain = all(type(t) in dispatch.PLAIN for t in tensors)
+        if plain and (found := _replayed(*given)) is not None:
+            return found
         if (forward_ad._current_level >= 0 or dispatch.transforms_active()) and any(map(_is_dual, tensors)):
             return theirs(*given)
-        if torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in dispatch.PLAIN for t in tensors):
+        if torch._C._len_torch_dispatch_stack() > 0 or not plain:
             flops.teach()
             with torch._C._AutoDispatchBelowAutograd():
                 return getattr(torch.ops.upconv, name)(*given)

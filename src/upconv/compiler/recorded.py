@@ -35,7 +35,7 @@ class _Known(Guarded):
 
 
 class _Seen:
-    """What is remembered of calls with the same arguments: those recognised last, and how many were noted."""
+    """What is remembered of calls with operands of some shapes: those noted last, and how many were noted."""
 
     __slots__ = ("known", "made")
 
@@ -44,10 +44,24 @@ class _Seen:
         self.made = 0
 
 
+_seen: dict[tuple[Any, ...], _Seen] = {}
+calls.at_forget(_seen.clear)
+
+
+def _key(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Any, ...]:
+    return text, mask, a.shape, b.shape, c is None
+
+
+def _watched() -> bool:
+    """Whether calls depend on what no guard sees: promises that weights stay, a warm-up, `refusals.strict`."""
+    return bool(weights.frozen or engine._collectors or refusals.active)
+
+
 def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> Any:
     """The result of a pass that was made before, or a tuple of its gradients; None where it must be looked at.
 
-    The guards see each state that another result depends on: autograd's, transforms, modes, subclasses.
+    The guards see transforms, modes and subclasses of Tensor. Whether the call itself must be differentiable is for the
+    caller to see.
 
     Args:
         text: the arguments of the operator.
@@ -56,8 +70,8 @@ def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> An
         b: the weight, or the input.
         c: the bias, or the weight.
     """
-    seen = calls.graphs.get((text, mask))
-    if seen is None or weights.frozen or engine._collectors or refusals.active:
+    seen = _seen.get(_key(text, mask, a, b, c))
+    if seen is None or _watched():
         return None
     for known in seen.known:
         if known.fits(a, b) if c is None else known.fits(a, b, c):
@@ -65,24 +79,26 @@ def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> An
     return None
 
 
-def _note(key: tuple[str, int], plan: Plan, operands: Operands, layer: Any) -> None:
-    if key not in calls.graphs and len(calls.graphs) >= calls.MOST:
-        calls.graphs.clear()
-    seen = calls.graphs.setdefault(key, _Seen())
-    if calls.GUARDS is None or seen.made >= calls.MOST_GUARDS:
+def _note(key: tuple[Any, ...], plan: Plan, operands: Operands, layer: Any) -> None:
+    if calls.GUARDS is None or _watched():
         return
-    seen.known = (_Known(plan, [t for t in operands if t is not None], layer), *seen.known[: calls.MOST_CALLS - 1])
-    seen.made += 1
+    if key not in _seen and len(_seen) >= calls.MOST:
+        _seen.clear()
+    seen = _seen.setdefault(key, _Seen())
+    if seen.made < calls.MOST_GUARDS:
+        tensors = [t for t in operands if t is not None]
+        seen.known = (_Known(plan, tensors, layer), *seen.known[: calls.MOST_CALLS - 1])
+        seen.made += 1
 
 
-def compute(plan: Plan, mask: Mask | None, operands: Operands, key: tuple[str, int] | None = None) -> Results:
+def compute(plan: Plan, mask: Mask | None, operands: Operands, known_by: tuple[str, int] | None = None) -> Results:
     """A pass by a plan, replayed where it can be; the third call like it is recorded.
 
     Args:
         plan: what the pass is computed by.
         mask: the gradients that are asked for; None for the forward.
         operands: input, weight and bias, or the output's gradient, input and weight.
-        key: `replayed`'s first arguments, so that it does so from then on; None where results are changed afterwards.
+        known_by: `replayed`'s first arguments, so that it does so from then on; None where results are changed later.
     """
     a, b, c = operands
 
@@ -99,8 +115,8 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands, key: tuple[str, i
     )
     if held.layer is not None and held.layer is not replays.NEVER:
         found = native.module().run(held.layer, a, b, c)
-        if found is not None and key is not None:
-            _note(key, plan, operands, held.layer)
+        if found is not None and known_by is not None:
+            _note(_key(*known_by, a, b, c), plan, operands, held.layer)
         return run() if found is None else (found,) if mask is None else found
     if held.layer is None and replays.hoped and not engine._collectors:
         held.calls += 1
@@ -124,3 +140,4 @@ class _Held:
 
 _held = lru_cache(maxsize=4096)(_Held)
 """That of a call that was described so before, of those used last."""
+calls.at_forget(lambda: _held.cache_clear())

@@ -150,14 +150,18 @@ class Seen:
 Key = tuple[bool, torch.Size, torch.Size]
 """Whether a call is a plain convolution, and the shapes of its input and weight."""
 seen: dict[Key, Seen] = {}
-graphs: dict[tuple[str, int], Any] = {}
-"""What is remembered of compiled graphs' calls (`upconv.compiler.recorded`)."""
+_forgotten: list[Callable[[], object]] = [seen.clear]
+
+
+def at_forget(drop: Callable[[], object]) -> None:
+    """Has `forget` call a function of a module that remembers calls too."""
+    _forgotten.append(drop)
 
 
 def forget() -> None:
     """Drops what is remembered, and what replays it."""
-    seen.clear()
-    graphs.clear()
+    for drop in _forgotten:
+        drop()
 
 
 def known(plain: bool, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Call | None:
