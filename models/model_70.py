@@ -1254,7 +1254,7 @@ struct Consumer {
     float b[SLOT_SUMS / 2];
 #pragma unroll
     for (int i = 0; i < SLOT_SUMS / 2; i++) b[i] = bias_of(i / 2 * 8 + channel + i % 2);
-    char* const y = work.y + (t.n * C::cout + channel) * plane + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
+    char* const y = work.y + ((long long)t.n * C::cout + channel) * plane + (((long long)od * s.out_h + t.h) * s.out_w + t.w) * 4;
 #pragma unroll
     for (int nb = 0; nb < C::nb; nb++)
 #pragma unroll

@@ -11,6 +11,7 @@ import mmap
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gpu import H200
+from upconv.cuda.pixels.choice import TileChoice
+from upconv.cuda.pixels.family import MODES
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.problem import Layout, Pass, Problem
@@ -143,6 +146,18 @@ def test_ends_by_tiles(name: str, layout: Layout, emulator: Emulator) -> None:
         tile = drawn_tile(p)
         emulator.blocks = lambda entry, grid, n=tile.channel_blocks: (range(n), range(grid - n, grid))
         of_tensors(direct.Choice(p, tile, 1, Cost()), p)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ends_by_sweep(layout: Layout, emulator: Emulator) -> None:
+    """More images than 2^31 by channels; each is a block's."""
+    p = Problem.make(
+        2**24 + 2, 8, 128, (2, 1, 8), (2, 1, 1), 1, (1, 0, 3), bias=False, dtype=torch.bfloat16, precision="bf16",
+        layout=layout,
+    )  # fmt: skip
+    tile = next(iter(MODES["sweep"].candidates(p, H200)))
+    emulator.blocks = lambda entry, grid: (range(1), range(grid - 1, grid)) if entry == "sweep" else (range(grid),)
+    of_tensors(TileChoice(tile, p, replace(H200, multiprocessors=p.batch), Cost()), p)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

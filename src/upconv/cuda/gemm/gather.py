@@ -48,7 +48,6 @@ class Choice(TileChoice):
     """Whether the problem is another's `Problem.flat`."""
     general: bool = False
     """Whether its kernel serves every size of the input, beginnings of rows included."""
-    biased = True
     family = "gather"
 
     @property

@@ -35,9 +35,8 @@ _PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88,
 """Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
 _GROUPS = (64, 32, 16)  # whole 16 places, as a warp has them
 _MOST_ROWS = 3
-_STORE = (
-    3.5  # clocks of a consumer for 32 results, of which lanes store two or four neighbours together; else four times
-)
+_STORE = 3.5
+"""Clocks of a consumer for 32 results, of which lanes store two or four neighbours together; else four times those."""
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,11 @@ class Sweep(Tile):
     @classmethod
     def refused(cls, p: Problem) -> str | None:
         if p.rank != 3 or p.batch_as_width:
-            return "walks are for 3-D layers, whose images are not side by side"
+            return "the kernel serves 3-D layers, whose images are not side by side"
         if max(p.stride) > 1 or p.dilation[0] > 1:
-            return "the kernel walks without strides, or a dilation along the depth"
+            return "the kernel has no strides, and no dilation along the depth"
         if p.kernel[0] == 1 or p.padding[0] >= p.kernel[0]:
-            return "there is no walk where each output slice has one of the input"
+            return "each output slice reads one of the input, so that none is read twice"
         if (cout := result_shape(p)[1]) > MOST_COLUMNS:
             return f"{cout} output channels are more than the {MOST_COLUMNS} columns of a matrix instruction"
         if source_shape(p)[-1 if p.layout == "nchw" else 1] * p.dtype.itemsize % 16:
@@ -137,7 +137,7 @@ class Sweep(Tile):
         c.wide_stores = self.channels_last and stores_wide(self.element, c.slot_columns, t.cout_g)
         c.producer_registers = producer_registers(t)
         c.consumer_registers = 256 - c.producer_registers
-        # Bytes that instructions read behind the last tile, for positions that nobody stores; there the ring lies.
+        # Bytes that instructions read behind the last tile, for positions that nobody stores; the ring follows there.
         c.read_behind = (max(c.tap_rows) + self.nb * 128 - t.pixels) * t.row_bytes
 
     def constants(self) -> dict[str, jit.Constant]:
