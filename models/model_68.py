@@ -2569,8 +2569,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         if x.shape[-1] > 64:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
             for begin in range(0, x.shape[-1] - 4, 60):
-                part = forward(x[..., begin : begin + 64], weight, bias, given)[..., min(begin, reach) :]
-                out[..., begin + min(begin, reach) :][..., : part.shape[-1]] = part
+                first = reach if begin else 0  # a later part's results before it lack columns of the part before
+                part = forward(x[..., begin : begin + 64], weight, bias, given)[..., first:]
+                out[..., begin + first :][..., : part.shape[-1]] = part
             return out
         result = wide(out, 68)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))

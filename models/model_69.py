@@ -2876,8 +2876,9 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
         if x.shape[-1] > 256:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
             for begin in range(0, x.shape[-1] - 4, 252):
-                part = forward(x[..., begin : begin + 256], weight, bias, given)[..., min(begin, reach) :]
-                out[..., begin + min(begin, reach) :][..., : part.shape[-1]] = part
+                first = reach if begin else 0  # a later part's results before it lack columns of the part before
+                part = forward(x[..., begin : begin + 256], weight, bias, given)[..., first:]
+                out[..., begin + first :][..., : part.shape[-1]] = part
             return out
         result = wide(out, 260)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))

@@ -354,7 +354,9 @@ class FakeExtension:
         self.p = p
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
-        out.copy_(self.convolve(x, weight, bias)[..., : out.shape[-1]])
+        """Results may be in the first columns of wider memory."""
+        found = self.convolve(x, weight, bias)
+        out[..., : found.shape[-1]] = found
 
     def grad_input(self, grad: Tensor, weight: Tensor, out: Tensor, *_: Any) -> None:
         self.derive(out, torch.zeros_like(out), lambda x: self.convolve(x, weight, None), grad)
@@ -548,6 +550,31 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert read["grad_weight"] == read["forward"] + read["grad_input"], "one copy is read by two kernels"
+
+
+@pytest.mark.parametrize("kernel,columns", ((5, 16), (11, 16), (21, 32)))
+def test_rows_longer_than_the_kernels_are_cut(
+    kernel: int, columns: int, faked: Callable[[Problem], dict[str, Any]]
+) -> None:
+    """Into parts, also of fewer columns from one to the next than the kernel reaches."""
+    p = parse_layer(f"64,64,(3,{kernel}),padding=(1,0)", f"16x64x64x{columns}").with_(precision="tf32")
+    (forward,) = passes.kernels(p, H200, forward_only=True)
+    assert (passes._kind(forward.choice), forward.columns) == ("joined", columns)
+    module, widths = faked(p), list[int]()
+
+    def checked(x: Tensor, *given: Any) -> None:
+        widths.append(x.shape[-1])
+        FakeExtension.forward(module["fake"], x, *given)
+
+    module["fake"].forward = checked
+    model = module["ModelNew"]()
+    theirs = nn.ConvTranspose2d(64, 64, (3, kernel), padding=(1, 0))
+    theirs.load_state_dict(model.conv_transpose2d.state_dict())
+    for width in (1, columns, columns + 1, columns + 6, 2 * columns, 3 * columns + 5):
+        x = torch.randn(2, 64, 3, width)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), theirs(x), rtol=1e-4, atol=1e-4)
+    assert max(widths) <= columns
 
 
 OTHERS = {

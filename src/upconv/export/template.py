@@ -355,8 +355,9 @@ WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
 CUT = """        if x.shape[-1] > @COLUMNS@:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
             for begin in range(0, x.shape[-1] - @OVERLAP@, @STEP@):
-                part = forward(x[..., begin : begin + @COLUMNS@], weight, bias, given)[..., min(begin, reach) :]
-                out[..., begin + min(begin, reach) :][..., : part.shape[-1]] = part
+                first = reach if begin else 0  # a later part's results before it lack columns of the part before
+                part = forward(x[..., begin : begin + @COLUMNS@], weight, bias, given)[..., first:]
+                out[..., begin + first :][..., : part.shape[-1]] = part
             return out
 """
 """Of a kernel for rows of up to so many columns."""
