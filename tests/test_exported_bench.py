@@ -60,7 +60,10 @@ class Original(nn.Module):
 @pytest.mark.skipif(not MODELS.is_dir(), reason="the exported models are not there")
 @pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_the_exported_models_are_not_refused(case: str) -> None:
-    """They take the original's arguments, by PyTorch's names, and draw its parameters under the same seed."""
+    """They take the original's arguments and draw its parameters under the same seed.
+
+    Arguments have PyTorch's names and defaults; but the original has no bias, and sizes of several axes are tuples.
+    """
     (path,) = exported.files(MODELS, [case]).values()
     assert exported.refusal(path.read_text(encoding="utf-8")) is None
     p = next(found.problem for found in CASES if found.name == case)
@@ -70,7 +73,10 @@ def test_the_exported_models_are_not_refused(case: str) -> None:
     names = check.load(path.read_text(encoding="utf-8"))
     ours = names["ModelNew"](*init_arguments(int(case[2:]), p)).state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert signature(names["ModelNew"]).parameters.keys() <= signature(nn.ConvTranspose2d).parameters.keys()
+    known = {name: one.default for name, one in signature(nn.ConvTranspose2d).parameters.items()} | {"bias": False}
+    for name, one in signature(names["ModelNew"]).parameters.items():
+        of_axes = one.annotation == "tuple" and one.default is not one.empty
+        assert one.default == ((known[name],) * p.rank if of_axes else known[name]), name
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
