@@ -998,9 +998,7 @@ __device__ __forceinline__ void run(const Work<M>& work) {
       [&](int wg, int thread) { consume<M>(work, ring, wg, thread); });
 }
 
-// =====================================================================================================================
-// Fragments of A from shared memory; rows of weights have 128 bytes of K
-// =====================================================================================================================
+// --- fragments of A from shared memory; rows of weights have 128 bytes of K ------------------------------------------
 
 // The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
 // that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.
@@ -1099,9 +1097,7 @@ using Order = InOrder<Sweep>;
 using LoaderOrder = Order;
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
 static constexpr int SECOND = C::grad_input ? C::cin : C::cout, TAPS_IN_ALL = C::slots * C::taps;
@@ -1141,9 +1137,7 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 struct Consumer {
   const Work<Sweep>& work;
@@ -1372,9 +1366,7 @@ static __device__ __forceinline__ Rows q_row(int r) { return {r / C::tile_h, 0, 
 static __device__ __forceinline__ Rows g_row(int r) { return {r / C::g_rows_h, 0, r % C::g_rows_h}; }
 };
 
-// =====================================================================================================================
-// Copies by threads
-// =====================================================================================================================
+// --- copies by threads -----------------------------------------------------------------------------------------------
 
 struct WgradMemory { int batch, d, h, w; };             // a tensor
 
@@ -1579,9 +1571,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -1625,9 +1615,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -1661,10 +1649,9 @@ static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s
   return ((u32)(row.n * C::cout) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -1702,9 +1689,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }

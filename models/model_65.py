@@ -1684,9 +1684,7 @@ static __device__ __forceinline__ Rows q_row(int r) { return {r / C::tile_h, 0, 
 static __device__ __forceinline__ Rows g_row(int r) { return {r / C::g_rows_h, 0, r % C::g_rows_h}; }
 };
 
-// =====================================================================================================================
-// Copies by threads
-// =====================================================================================================================
+// --- copies by threads -----------------------------------------------------------------------------------------------
 
 struct WgradMemory { int batch, d, h, w; };             // a tensor
 
@@ -1890,9 +1888,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -1936,9 +1932,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -1972,10 +1966,9 @@ static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s
   return ((u32)(row.n * C::cout) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -2013,9 +2006,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }

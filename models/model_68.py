@@ -720,9 +720,7 @@ static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s
 }
 static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = CHUNKS * C::kernel_d * TAPS * ROWS_M * 2;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
@@ -741,9 +739,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// =====================================================================================================================
-// Producers: a thread for weights, one for pixels, warps that turn these
-// =====================================================================================================================
+// --- producers: a thread for weights, one for pixels, warps that turn these ------------------------------------------
 
 static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
   typename Weights::Cursor cursor = {0, 1};             // all are free at first
@@ -885,9 +881,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 
@@ -1435,9 +1429,7 @@ __device__ __forceinline__ void run(const Work<M>& work) {
       [&](int wg, int thread) { consume<M>(work, ring, wg, thread); });
 }
 
-// =====================================================================================================================
-// Fragments of A from shared memory; rows of weights have 128 bytes of K
-// =====================================================================================================================
+// --- fragments of A from shared memory; rows of weights have 128 bytes of K ------------------------------------------
 
 // The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
 // that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.
@@ -1536,9 +1528,7 @@ using Order = InOrder<Sweep>;
 using LoaderOrder = Order;
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
 static constexpr int SECOND = C::cin, TAPS_IN_ALL = C::slots * C::taps;
@@ -1578,9 +1568,7 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 struct Consumer {
   const Work<Sweep>& work;
@@ -1945,9 +1933,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -1991,9 +1977,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -2023,10 +2007,9 @@ static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
   return step;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -2064,9 +2047,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }

@@ -1742,9 +1742,7 @@ static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s
 }
 static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * TAPS * ROWS_M * 2;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = TAPS;
@@ -1763,9 +1761,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// =====================================================================================================================
-// Producers: a thread for weights, one for pixels, warps that turn these
-// =====================================================================================================================
+// --- producers: a thread for weights, one for pixels, warps that turn these ------------------------------------------
 
 static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
   typename Weights::Cursor cursor = {0, 1};             // all are free at first
@@ -1904,9 +1900,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 
@@ -2257,9 +2251,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -2303,9 +2295,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -2335,10 +2325,9 @@ static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
   return step;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -2376,9 +2365,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ int stack_of(int r) { return C::taps_h + (r < 0); }
 static __device__ __forceinline__ int stack_begin(int r) { return r * C::taps_h + (r < 0 ? r : 0); }

@@ -2091,9 +2091,7 @@ static __device__ __forceinline__ Rows q_row(int r) { return {r / C::tile_h, 0, 
 static __device__ __forceinline__ Rows g_row(int r) { return {r / C::g_rows_h, 0, r % C::g_rows_h}; }
 };
 
-// =====================================================================================================================
-// Copies by threads
-// =====================================================================================================================
+// --- copies by threads -----------------------------------------------------------------------------------------------
 
 struct WgradMemory { int batch, d, h, w; };             // a tensor
 
@@ -2239,9 +2237,7 @@ static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, co
   CopiesG::copy_rows(g, g_memory(s), at, g_channel, C::cout - work.co, stage + X_BYTES, thread);
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 struct Lane {                              // of a warp
   int lane, g, q;                          // row of a fragment, place in it
@@ -2336,9 +2332,7 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
   }
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
+// --- a block ---------------------------------------------------------------------------------------------------------
 
 // NCHW: what lies before the border of a chunk's tile of g, and how rows of both tiles are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {

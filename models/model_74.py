@@ -1793,9 +1793,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -1838,9 +1836,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -1869,10 +1865,9 @@ static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
   return step;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -1910,9 +1905,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ int stack_begin(int r) { return r + (r < 0 ? r : 0); }
 

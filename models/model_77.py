@@ -1811,9 +1811,7 @@ static __device__ __forceinline__ Rows q_row(int r) { return {r / (C::tile_d * C
 static __device__ __forceinline__ Rows g_row(int r) { return {r / (C::g_rows_h * C::g_rows_d), r / C::g_rows_h % C::g_rows_d * C::apart_d, r % C::g_rows_h * C::apart_h}; }
 };
 
-// =====================================================================================================================
-// Copies by threads
-// =====================================================================================================================
+// --- copies by threads -----------------------------------------------------------------------------------------------
 
 struct WgradMemory { int batch, d, h, w; };             // a tensor
 
@@ -2012,9 +2010,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -2057,9 +2053,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -2092,10 +2086,9 @@ static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s
   return ((u32)(row.n * C::cout) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 // NCHW: elements of channels' rows, which begin anywhere. What is known only at run time of where a half begins:
 static __device__ __forceinline__ int begin_of(const Tile& g, int u, const Half& half) {
@@ -2133,9 +2126,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 // Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
 // ..., each a row above the one before; their sums lie in the order of the rows.

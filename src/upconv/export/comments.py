@@ -6,8 +6,8 @@ import re
 import textwrap
 
 WIDTH = 120
-_BLOCK = re.compile(r"(?:^[ \t]*//(?! ?[-=]|//)[^\n]*\n)+", re.MULTILINE)
-_BEHIND = re.compile(r"[ \t]*//(?! ?[-=])[^\n]*$", re.MULTILINE)
+_BLOCK = re.compile(r"(?:^[ \t]*//(?! ?-|//)[^\n]*\n)+", re.MULTILINE)
+_BEHIND = re.compile(r"[ \t]*//(?! ?-)[^\n]*$", re.MULTILINE)
 _NAMED = re.compile(r"`([A-Za-z_]\w*)[^`]*`|(\w+\.(?:cuh?|py)\b)")
 """A name in code, or a file."""
 _SEE = re.compile(r",? (?:see [\w/]+\.(?:cuh?|py)|\([\w/]+\.(?:cuh?|py)\))(?=[.;,:]|$)", re.MULTILINE)

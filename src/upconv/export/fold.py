@@ -89,8 +89,8 @@ def _tidied(text: str) -> str:
         if block == FILE:
             waiting = []
         elif all(line.startswith("//") for line in block.splitlines()):
-            if block.startswith(("// ---", "// ===")):
-                waiting = [one for one in waiting if not one.startswith(("// ---", "// ==="))]
+            if block.startswith("// ---"):
+                waiting = [one for one in waiting if not one.startswith("// ---")]
             waiting.append(block)
         else:
             kept += [*waiting, block]

@@ -393,7 +393,7 @@ def without(tree: Tree, cut: Sequence[Node], put: Put | None = None) -> str:
         while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
             b"//"
         ):
-            if line.lstrip().startswith((b"// ---", b"// ===", PART.encode())):
+            if line.lstrip().startswith((b"// ---", PART.encode())):
                 break
             begin -= len(line)
         edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))

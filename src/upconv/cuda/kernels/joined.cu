@@ -111,9 +111,7 @@ static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s
 }
 static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = BLOCKS_M * CHUNKS * C::kernel_d * TAPS * ROWS_M * 2;
 static constexpr int SECOND = C::cout, TAPS_IN_ALL = C::kernel_d * TAPS;
@@ -132,9 +130,7 @@ static __device__ __forceinline__ void pack_unit(int i, const Write& write) {
   });
 }
 
-// =====================================================================================================================
-// Producers: a thread for weights, one for pixels, warps that turn these
-// =====================================================================================================================
+// --- producers: a thread for weights, one for pixels, warps that turn these ------------------------------------------
 
 static __device__ __forceinline__ void bring_weights(const char* __restrict__ packed, const Sizes& s, const Weights& ring) {
   typename Weights::Cursor cursor = {0, 1};             // all are free at first
@@ -286,9 +282,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ u32 lower(u32 address) { return address >> 4 | 1u << 16; }
 

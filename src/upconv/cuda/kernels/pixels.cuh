@@ -100,9 +100,7 @@ __device__ __forceinline__ void run(const Work<M>& work) {
       [&](int wg, int thread) { consume<M>(work, M::RINGS > 1 ? M::ring_of(work.memory, wg) : ring, wg, thread); });
 }
 
-// =====================================================================================================================
-// Fragments of A from shared memory; rows of weights have 128 bytes of K
-// =====================================================================================================================
+// --- fragments of A from shared memory; rows of weights have 128 bytes of K ------------------------------------------
 
 // The channel of a chunk at place `k`. Of float32 a lane (t = lane % 4) has the places t and t + 4 of a step: channels 2t and 2t + 1, so
 // that those of four lanes are in other banks: rows are swizzled by the channel, or lie an odd number of 16 bytes apart.

@@ -87,11 +87,9 @@ static __device__ __forceinline__ Steps steps_of(const Tile& t) {
   return {begin + rank() * count / CLUSTER, begin + (rank() + 1) * count / CLUSTER};
 }
 
-// =====================================================================================================================
-// Weights that are not yet as boxes want them: channels-last, or [channel of the result][tap][channel of the source], where a forward's are
-// not `turned`.
-// =====================================================================================================================
+// --- weights that are not yet as boxes want them ---------------------------------------------------------------------
 
+// They become channels-last, or [channel of the result][tap][channel of the source], where a forward's are not `turned`.
 // A matrix has DEPTH rows, whose columns of MATRIX get these side by side. To channels-last the weight (first, second, kernel) has one of (second
 // x kernel) for each `first`; else it is one, first x (second, kernel). A block turns `pack_rows` x `pack_columns` of it in shared memory. The
 // weight is contiguous, or channels-last, whose taps are `tap_step` elements apart.
@@ -142,9 +140,7 @@ static __device__ __forceinline__ void pack_weights(const Weight* __restrict__ w
   }
 }
 
-// =====================================================================================================================
-// Producer: one thread
-// =====================================================================================================================
+// --- producer: one thread --------------------------------------------------------------------------------------------
 
 struct Loader {
   const Work<Implicit>& work;
@@ -183,9 +179,7 @@ static __device__ __forceinline__ void produce(const Work<Implicit>& work) {
   if (threadIdx.x == 0) ::produce<Implicit>(work, Loader(work));
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 // Of pixels' rows, and of the weights': ROW_BYTES each, swizzled, one behind the other. Turned weights have rows of 64 channels of the
 // result, swizzled; those of the next 64 are a chunk's rows away.

@@ -53,9 +53,7 @@ struct Box {
   __device__ __forceinline__ void load(int chunk, u32 to, const TensorMap& map, u32 barrier) const { load_box(to, map, p, chunk * CK, n, 0, 0, barrier); }
 };
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 // Float32: fragments of steps `first` and `first` + 1: lanes' pixels g and g + 8 of a row, of two channels.
 static __device__ __forceinline__ void load_fragments(u32 (&a)[2][4], u32 from, int first) {

@@ -104,9 +104,7 @@ static constexpr int SHARES = 1;
 static __device__ __forceinline__ int first_chunk() { return 0; }
 static __device__ __forceinline__ int end_chunk(const Tile& t, const Sizes& s) { return (u32)t.d < (u32)s.in_d ? CHUNKS : 0; }
 
-// =====================================================================================================================
-// Weights
-// =====================================================================================================================
+// --- weights ---------------------------------------------------------------------------------------------------------
 
 static constexpr int PACK_UNITS = CHUNKS * C::tap_entries * C::b_columns * T::UNITS_PER_ROW;
 static constexpr int SECOND = C::grad_input ? C::cin : C::cout, TAPS_IN_ALL = C::slots * C::taps;
@@ -146,9 +144,7 @@ static __device__ __forceinline__ void stream_weights(const char* packed, const 
   }
 }
 
-// =====================================================================================================================
-// Consumers
-// =====================================================================================================================
+// --- consumers -------------------------------------------------------------------------------------------------------
 
 struct Consumer {
   const Work<Sweep>& work;

@@ -67,9 +67,7 @@ static __device__ __forceinline__ void copy_chunk(const char* __restrict__ x, co
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 struct Lane {                              // of a warp
   int lane, g, q;                          // row of a fragment, place in it
@@ -206,9 +204,7 @@ static __device__ __forceinline__ void multiply_chunk(Sums& acc, const unsigned 
   }
 }
 
-// =====================================================================================================================
-// A block
-// =====================================================================================================================
+// --- a block ---------------------------------------------------------------------------------------------------------
 
 // NCHW: what lies before the border of a chunk's tile of g, and how rows of both tiles are misaligned.
 static __device__ __forceinline__ void begin_rows(Lane& of, const char* x, const char* g, const Sizes& s, const Chunk& c, const Work& work, unsigned char* stage, int thread) {

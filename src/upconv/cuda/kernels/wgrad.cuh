@@ -83,9 +83,7 @@ static __device__ __forceinline__ Rows q_row(int r) { return {r / (C::tile_d * C
 static __device__ __forceinline__ Rows g_row(int r) { return {r / (C::g_rows_h * C::g_rows_d), r / C::g_rows_h % C::g_rows_d * C::apart_d, r % C::g_rows_h * C::apart_h}; }
 };
 
-// =====================================================================================================================
-// Copies by threads
-// =====================================================================================================================
+// --- copies by threads -----------------------------------------------------------------------------------------------
 
 struct WgradMemory { int batch, d, h, w; };             // a tensor
 

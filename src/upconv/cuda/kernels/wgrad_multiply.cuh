@@ -10,9 +10,7 @@ using Rows = typename T::Rows;
 using UnitSums = float[T::NB][T::OF_UNIT * (T::N_WIDTH / 2)];
 using Sums = UnitSums[C::units];
 
-// =====================================================================================================================
-// What a thread has of M, and of g's tile
-// =====================================================================================================================
+// --- what a thread has of M, and of g's tile -------------------------------------------------------------------------
 
 // A lane's rows of a warp's sixteen are `row` and T::NEXT_ROWS on; its warp's begin at a channel of the block's and a unit.
 struct Lane { int lane, row, q, first_unit, channel; };
@@ -68,9 +66,7 @@ struct Tile {
   int lane_at;
 };
 
-// =====================================================================================================================
-// Steps of K; constants after unrolling
-// =====================================================================================================================
+// --- steps of K; constants after unrolling ---------------------------------------------------------------------------
 
 // A half: where it lies in g's tile before the tap's share, and (NCHW) in memory.
 struct Half {
@@ -104,10 +100,9 @@ static __device__ __forceinline__ u32 memory_row(const Rows& row, const Sizes& s
   return ((u32)(row.n * T::COUT) * s.out_d + row.d) * s.out_h * s.out_w + (u32)row.h * s.out_w;
 }
 
-// =====================================================================================================================
-// The fragment of unit `u` at a step: rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip
-// (TF32), or 2q and 2q + 1 of two strips.
-// =====================================================================================================================
+// --- the fragment of unit `u` at a step ------------------------------------------------------------------------------
+
+// Rows g and g + 8 of the warp's sixteen; of the two halves of K, pixels q and q + 4 of a strip (TF32), or 2q and 2q + 1 of two strips.
 
 static __device__ __forceinline__ int pixel_of(const Half& half) { return half.row * C::plane_columns + half.column; }
 
@@ -225,9 +220,7 @@ static __device__ __forceinline__ void load(u32 (&a)[4], RunWords& run, const Ti
   }
 }
 
-// =====================================================================================================================
-// Multiplications
-// =====================================================================================================================
+// --- multiplications -------------------------------------------------------------------------------------------------
 
 // Stacked: rows of x that a row of g meets by a column of taps: for each remainder r of the row by step_h those of taps r, r + step_h,
 // ..., each a row above the one before; their sums lie in the order of the rows.
