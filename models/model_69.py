@@ -318,13 +318,6 @@ __device__ __forceinline__ void fence_async_shared() {
 
 // --- loads and stores -------------------------------------------------------------------------------------------------
 
-// The same, each turned: a row of memory is a column of the registers.
-__device__ __forceinline__ void load_matrices_turned(u32 (&v)[4], u32 a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(a) : "memory");
-}
-__device__ __forceinline__ void store_matrices(u32 a, const u32 (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
 __device__ __forceinline__ u32 load_shared_u32(u32 a) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(a) : "memory");
@@ -1658,16 +1651,12 @@ __device__ __forceinline__ void zero(Sums (&sums)[N]) {
 //
 // Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
 
-template <bool FIRST, class A, class B> struct EitherOf;
-template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };
-
 template <class C_>
 struct Joined : PacksUnits<Joined<C_>> {
 using C = C_;
 using Number = NumberOf<C::precision>;
 using Type = typename Number::Type;
 
-static constexpr bool NARROW = false;            // of 16 bits
 static constexpr int VEC = 16 / 4;
 static constexpr int PLACES = C::places;
 static constexpr int CK = 32 / 4;                 // channels of a chunk: a matrix instruction takes 32 bytes of K
@@ -1740,7 +1729,6 @@ static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s
   int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
   return {row, f - row * s.pitch};
 }
-static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
 // --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -1812,40 +1800,6 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
 // What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
 // several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
 
-// 16 bits. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where
-// there is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
-struct Turn16 {
-  int rows, zeros;
-  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
-    int behind = s.pitch - C::box_w;
-    rows = rows_of(ahead, span, s), zeros = 0;
-    if (behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
-  }
-  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
-    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
-    u32 from = slot + (half * 8 + own) * 128;
-#pragma unroll 1
-    for (int i = lane >> 5; i < rows; i += C::warps_of_stage) {  // a row's box
-      int row = i, w = second * 8 + own, p = row * s.pitch + w - ahead;
-      u32 at = from + row * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
-      u32 v[4][4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
-#pragma unroll
-      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && w + j * 16 < s.pitch ? to + j * 512 : trash, v[j]);
-    }
-    int behind = s.pitch - C::box_w;
-#pragma unroll 1
-    for (int i = lane, at = zeros; i < rows * behind;) {
-      if ((u32)at < (u32)span) {
-        store_shared_128(stage + at * 32, 0, 0, 0, 0);
-        store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
-      }
-      if ((i += LANES) < rows * behind) at = i / behind * s.pitch + C::box_w + i % behind - ahead;
-    }
-  }
-};
-
 // Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
 // has rounded to TF32.
 struct Turn32 {
@@ -1877,6 +1831,7 @@ struct Turn32 {
   }
 };
 
+template <class Turn>
 static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory& memory, int thread) {
   typename Slots::Cursor slot = {0, 0};
   typename Stages::Cursor stage = {0, 1};
@@ -1885,7 +1840,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     int ahead = corner_of(t, s).ahead;
-    typename EitherOf<NARROW, Turn16, Turn32>::Type own;
+    Turn own;
     own.locate(s, ahead, span, lane);
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
@@ -2020,7 +1975,7 @@ static __device__ __forceinline__ void run(const char* packed, const Type* bias,
       },
       [&] {
         constexpr int TURNER_THREADS = TURNERS * 32;
-        if (threadIdx.x < TURNER_THREADS) turn_pixels(s, memory, threadIdx.x);
+        if (threadIdx.x < TURNER_THREADS) turn_pixels<Turn32>(s, memory, threadIdx.x);
         if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, memory.slots);
         if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, memory.weights);
       },

@@ -24,9 +24,6 @@
 // Constants are Joined's C (cuda/gemm/joined.py computes them and explains each); sizes of the input are arguments.
 #include "columns.cuh"
 
-template <bool FIRST, class A, class B> struct EitherOf { using Type = A; };
-template <class A, class B> struct EitherOf<false, A, B> { using Type = B; };
-
 template <class C_>
 struct Joined : PacksUnits<Joined<C_>> {
 using C = C_;
@@ -256,6 +253,7 @@ struct Turn32 {
   }
 };
 
+template <class Turn>
 static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory& memory, int thread) {
   typename Slots::Cursor slot = {0, 0};
   typename Stages::Cursor stage = {0, 1};
@@ -264,7 +262,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
   for (int index = blockIdx.x; index < s.tiles; index += gridDim.x) {
     const Tile t = tile_at(index, s);
     int ahead = corner_of(t, s).ahead;
-    typename EitherOf<NARROW, Turn16, Turn32>::Type own;
+    Turn own;
     own.locate(s, ahead, span, lane);
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
@@ -403,7 +401,11 @@ static __device__ __forceinline__ void run(const char* packed, const Type* bias,
       },
       [&] {
         constexpr int TURNER_THREADS = TURNERS * 32;
-        if (threadIdx.x < TURNER_THREADS) turn_pixels(s, memory, threadIdx.x);
+        if constexpr (NARROW) {
+          if (threadIdx.x < TURNER_THREADS) turn_pixels<Turn16>(s, memory, threadIdx.x);
+        } else {
+          if (threadIdx.x < TURNER_THREADS) turn_pixels<Turn32>(s, memory, threadIdx.x);
+        }
         if (threadIdx.x == TURNER_THREADS) bring_pixels(map, s, memory.slots);
         if (threadIdx.x == TURNER_THREADS + 32) bring_weights(packed, s, memory.weights);
       },
