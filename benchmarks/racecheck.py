@@ -312,7 +312,9 @@ WIDTH = max(map(len, CASES))
 def _run(name: str, as_compiled: bool) -> None:
     if not as_compiled:
         shipped = jit.instance
-        jit.instance = lambda file, constants, entries: every_lane(file, shipped(file, constants, entries))
+        jit.instance = lambda file, constants, entries, more=(): every_lane(
+            file, shipped(file, constants, entries, more)
+        )
     CASES[name][1]()
     torch.cuda.synchronize()
     entries = {entry for _, entry in jit._kernels}

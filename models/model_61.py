@@ -2162,30 +2162,6 @@ static __device__ __forceinline__ void store_sums(const Sums& acc, u32 memory, c
 }
 };
 
-// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
-template <class C>
-__global__ void __launch_bounds__(256)
-add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
-  using S = WgradShape<C>;
-  constexpr int SUMS = S::SUMS_BYTES / 4;
-  __shared__ float parts[8][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
-  float sum = 0;
-#pragma unroll 4
-  for (int i = warp; i < splits && index < C::sets_d * SUMS; i += 8) sum += records[(long long)i * (C::sets_d * SUMS) + index];
-  parts[warp][lane] = sum;
-  __syncthreads();
-  typename S::Work work;
-  S::take_work(work, index / SUMS);
-  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
-  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  const bool has = index < C::sets_d * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
-  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
-  for (int i = 1; i < 8; i++) sum += parts[i][lane];
-  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
-  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
-}
-
 // Grad-weight by wgmma (sm_90a): dW[ci, co, tap] = sum over images and positions q of x[ci, q] * g[co, q * step + tap * dilation - padding].
 //
 // The GEMM of `wgrad` with the operands the other way round. M = 64 rows, an output channel at a tap each (subs taps of
@@ -2286,6 +2262,30 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   extern __shared__ __align__(1024) unsigned char memory[];
   using K = WgradWgmma<C>;
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
+}
+
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < C::sets_d * SUMS; i += 8) sum += records[(long long)i * (C::sets_d * SUMS) + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  const bool has = index < C::sets_d * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
 }
 
 // --- constants: forward ----------------------------------------------------------------------------------------------

@@ -870,30 +870,6 @@ static __device__ __forceinline__ void clear_left(const char* tensor, const Wgra
 }
 };
 
-// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
-template <class C>
-__global__ void __launch_bounds__(256)
-add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
-  using S = WgradShape<C>;
-  constexpr int SUMS = S::SUMS_BYTES / 4;
-  __shared__ float parts[8][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
-  float sum = 0;
-#pragma unroll 4
-  for (int i = warp; i < splits && index < C::groups * SUMS; i += 8) sum += records[(long long)i * (C::groups * SUMS) + index];
-  parts[warp][lane] = sum;
-  __syncthreads();
-  typename S::Work work;
-  S::take_work(work, index / SUMS);
-  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
-  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
-  const bool has = index < C::groups * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
-  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
-  for (int i = 1; i < 8; i++) sum += parts[i][lane];
-  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
-  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
-}
-
 // Matrix instructions, by a kernel's precision P.
 
 // --- mma.sync: one warp, D[16 x 8] += A[16 x K] B[K x 8] of 32 bytes of K -------------------------------------------------
@@ -1123,6 +1099,30 @@ wgrad(const char* __restrict__ x, const char* __restrict__ g, char* __restrict__
       int out_d, int out_h, int out_w, int tiles_d, int tiles_h, int tiles_w, int chunks, int per_split) {
   extern __shared__ __align__(1024) unsigned char memory[];
   WgradSync<C>::run(x, g, records, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, memory);
+}
+
+// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+template <class C>
+__global__ void __launch_bounds__(256)
+add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
+  using S = WgradShape<C>;
+  constexpr int SUMS = S::SUMS_BYTES / 4;
+  __shared__ float parts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * 32 + lane;
+  float sum = 0;
+#pragma unroll 4
+  for (int i = warp; i < splits && index < C::groups * SUMS; i += 8) sum += records[(long long)i * (C::groups * SUMS) + index];
+  parts[warp][lane] = sum;
+  __syncthreads();
+  typename S::Work work;
+  S::take_work(work, index / SUMS);
+  const int tap = index % SUMS / S::SUMS_OF_TAP, ci = index % SUMS % S::SUMS_OF_TAP / S::SUMS_PITCH, co = index % SUMS % S::SUMS_OF_TAP % S::SUMS_PITCH;
+  const int kd = work.tap_d + tap / (C::taps_h * C::taps_w), kh = work.tap_h + tap / C::taps_w % C::taps_h, kw = work.tap_w + tap % C::taps_w;
+  const bool has = index < C::groups * SUMS && ci < C::block_ci && work.ci + ci < C::cin && co < C::block_co && work.co + co < C::cout;
+  if (warp > 0 || !has || kd >= C::kernel_d || kh >= C::kernel_h || kw >= C::kernel_w) return;
+  for (int i = 1; i < 8; i++) sum += parts[i][lane];
+  const long long row = (work.group * C::cin + work.ci + ci) * C::cout + work.co + co;
+  weight[row * S::TAPS + (kd * C::kernel_h + kh) * C::kernel_w + kw] = S::Number::bits(sum);
 }
 
 // --- constants: forward ----------------------------------------------------------------------------------------------

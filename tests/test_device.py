@@ -89,7 +89,8 @@ def test_everything_that_is_defined_is_used(found: tuple[Kernel, ...]) -> None:
 def used_files(found: tuple[Kernel, ...]) -> list[str]:
     files: dict[str, str] = {}
     for k in found:
-        device._add(jit.parts_of(k.unit.source)[1], files)
+        for name in jit.files_of(k.unit.source):
+            device._add(name, files)
     return list(files)
 
 

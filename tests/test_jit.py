@@ -184,6 +184,18 @@ def test_an_instance_has_its_constants_and_the_entries_that_are_named(kernels: P
         jit.cubin(jit.instance("k.cu", constants, ("unwanted<Config>",)), "80")
 
 
+@needs_nvrtc
+def test_an_instance_has_kernels_of_more_files(kernels: Path) -> None:
+    """What several of them include once."""
+    (kernels / "sum.cuh").write_text("template <class C> struct Sum { static constexpr int OF = C::first + 1; };\n")
+    for name in ("one", "two"):
+        kernel = f"template <class C> __global__ void {name}(int* x) {{ *x = Sum<C>::OF; }}\n"
+        (kernels / f"{name}.cu").write_text(f'#include "sum.cuh"\n{kernel}')
+    text = jit.instance("one.cu", {"first": 3}, ("one<Config>", "two<Config>"), ["two.cu"])
+    assert set(jit.kernels_of(jit.cubin(text, "80"))) == {"one", "two"}
+    assert jit.parts_of(text)[1] == "one.cu" and jit.files_of(text) == ("one.cu", "sum.cuh", "two.cu")
+
+
 # --- descriptions of GPUs --------------------------------------------------------------------------------------------
 
 

@@ -114,9 +114,10 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
     """
     files: dict[str, str] = {}
     users: dict[str, list[str]] = {}
-    for main in dict.fromkeys(_file(k) for k in found):
+    for main, those in {_file(k): jit.files_of(k.unit.source) for k in found}.items():
         mine: dict[str, str] = {}
-        _add(main, mine)
+        for file in those:
+            _add(file, mine)
         for name, text in mine.items():
             files[name] = text
             users.setdefault(name, []).append(main)

@@ -29,8 +29,8 @@ _MODES = Sweep.mode, Phases.mode
 """Of `pixels` those whose tiles serve every size of NCHW tensors."""
 _ALIKE = 1.05
 """By how much a gradient may be slower, by estimate, with the forward's family: its file then has one family less."""
-ADDS = "add_records"
-"""The kernel that adds the sums of blocks to a weight's gradient."""
+ADDS, RECORDS = "add_records", "wgrad_records.cuh"
+"""The kernel that adds the sums of blocks to a weight's gradient, and its file."""
 NAMES: dict[Pass, str] = {"fwd": "forward", "grad-input": "grad_input", "grad-weight": "grad_weight"}
 
 
@@ -59,7 +59,7 @@ class Kernel:
         if isinstance(c, wgrad.Choice):
             t, entries = c.tiling, (c.tiling.entry, ADDS)
             names = tuple(f"{one}<{jit.CONFIG}>" for one in entries)
-            return Unit(unit.label, jit.instance(t.file, t.constants(), names), entries)
+            return Unit(unit.label, jit.instance(t.file, t.constants(), names, [RECORDS]), entries)
         if not isinstance(c, gather.Choice) or not self.store_unit:
             return unit
         any_rows = self.store_unit > c.tiling.element

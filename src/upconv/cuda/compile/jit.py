@@ -30,6 +30,7 @@ _QUOTED = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)".*$', re.MULTILINE)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)  # NVRTC warns of it outside a header
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 _LINE = re.compile(r'^#line \d+ "([^"\n]+)"\n', re.MULTILINE)
+_FIRST = re.compile(r'^#line 1 "([^"\n]+)"\n', re.MULTILINE)
 _SECTION = re.compile(rb"\0\.text\.(\w+)(?=\0)")
 _TEMPLATE = re.compile(rf"_Z(\d+)(\w+?)I(?:\d+\w+?I)?{len(CONFIG)}{CONFIG}E")
 _ENTRIES = "// entries: "
@@ -41,16 +42,17 @@ Constant = Any
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-def instance(file: str, constants: Mapping[str, Constant], entries: Sequence[str]) -> str:
+def instance(file: str, constants: Mapping[str, Constant], entries: Sequence[str], more: Sequence[str] = ()) -> str:
     """The text of ``kernels/<file>``, whose kernels are templates over a struct of constants, with such a struct.
 
-    Every ``#include "..."`` is put in once, and must not depend on an ``#if``. Includes in angle brackets stay.
-    ``#line`` keeps NVRTC's messages at the files' own lines. ``entries``: the kernels that are wanted, each a
-    template's instance such as ``sum<Config>``.
+    ``more``: files behind it, which have other kernels of the struct. Every ``#include "..."`` is put in once, and must
+    not depend on an ``#if``. Includes in angle brackets stay. ``#line`` keeps NVRTC's messages at the files' own lines.
+    ``entries``: the kernels that are wanted, each a template's instance such as ``sum<Config>``.
 
     Errors: ValueError for a name that is no identifier; FileNotFoundError for a file that ``kernels`` does not have.
     """
-    return f"{_ENTRIES}{'; '.join(entries)}\n{struct_of(CONFIG, constants)}\n{_whole(KERNELS / file)}"
+    text = _whole(*(KERNELS / one for one in (file, *more)))
+    return f"{_ENTRIES}{'; '.join(entries)}\n{struct_of(CONFIG, constants)}\n{text}"
 
 
 def struct_of(name: str, constants: Mapping[str, Constant]) -> str:
@@ -95,10 +97,16 @@ def parts_of(text: str) -> tuple[str, str]:
     return f"{struct_text}\n}};\n", found[1]
 
 
+def files_of(text: str) -> tuple[str, ...]:
+    """The files in ``kernels`` that an `instance` has, in the order in which they begin."""
+    return tuple(_FIRST.findall(text))
+
+
 @functools.cache
-def _whole(path: Path) -> str:
-    """A file with those that it includes, which do not change while they are in use."""
-    return _inline(path, set())
+def _whole(*paths: Path) -> str:
+    """Files with those that they include, which do not change while they are in use."""
+    seen: set[str] = set()
+    return "\n".join(_inline(path, seen) for path in paths)
 
 
 def _inline(path: Path, seen: set[str]) -> str:

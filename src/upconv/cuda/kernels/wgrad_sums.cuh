@@ -2,7 +2,7 @@
 // [split][tile]. Records of a tile are added and stored by shares, quads of four output channels of an input channel at all taps: by
 // blocks of a second launch, `reduce`; or by those that left the records, where all of these run at once. The order of a sum follows
 // from the number of splits alone.
-#include "wgrad_records.cuh"
+#include "wgrad.cuh"
 
 // The weight's gradient, stored by so many threads.
 template <class S, int THREADS>
