@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 
 WIDTH = 120
+"""Columns of the file."""
+_TAGGED = re.compile(r"^([ \t]*)// \[([\w .]+)\] (.*\n(?:\1// (?! *\[|  )\S.*\n)*)", re.MULTILINE)
+"""A comment for kernels with a flag, up to the next such comment or item of a list; `[library]` is for nobody's."""
 _BLOCK = re.compile(r"(?:^[ \t]*//(?! ?-|//)[^\n]*\n)+", re.MULTILINE)
 _BEHIND = re.compile(r"[ \t]*//(?! ?-)[^\n]*$", re.MULTILINE)
 _NAMED = re.compile(r"`([A-Za-z_]\w*)[^`]*`|(\w+\.(?:cuh?|py)\b)")
@@ -13,8 +17,11 @@ _NAMED = re.compile(r"`([A-Za-z_]\w*)[^`]*`|(\w+\.(?:cuh?|py)\b)")
 _SEE = re.compile(r",? (?:see [\w/]+\.(?:cuh?|py)|\([\w/]+\.(?:cuh?|py)\))(?=[.;,:]|$)", re.MULTILINE)
 
 
-def fitting(text: str) -> str:
-    """The text without sentences about names that its code does not have, or other files."""
+def fitting(text: str, flags: Mapping[str, bool]) -> str:
+    """The text without comments for kernels with other flags, and sentences about other files or names that its code
+    does not have."""
+    text = _TAGGED.sub(lambda one: f"{one[1]}// {one[3]}" if flags.get(one[2]) else "", text)
+    text = re.sub(r"^//\n(?!//)", "", text, flags=re.MULTILINE)
     names = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", text)))
     text = _SEE.sub("", text)
     text = _BLOCK.sub(lambda block: _fitting_block(block[0], names), text)

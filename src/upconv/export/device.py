@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import Gpu
 from upconv.export import comments
+from upconv.export.comments import WIDTH
 from upconv.export.passes import Kernel
 
 try:
@@ -29,10 +30,6 @@ _DROPPED = re.compile(r"^[ \t]*#[ \t]*(?:include|pragma once)\b.*$", re.MULTILIN
 _ALIGNED = re.compile(r"__shared__ __align__\(\d+\) unsigned char memory")  # a name that all kernels of a file share
 _FILE = "//file"  # a line ahead of each
 _NARROW = re.compile(r"^ +else (?:if constexpr \(P == FP16\) )?asm volatile\(WGMMA_.*\n", re.MULTILINE)  # 16 bits
-_TAGGED = re.compile(r"^([ \t]*)// \[([\w .]+)\] (.*\n(?:\1// (?! *\[|  )\S.*\n)*)", re.MULTILINE)
-"""A comment for kernels with a flag, up to the next such comment or item of a list; `[library]` is for nobody's."""
-WIDTH = 120
-"""Columns of the file."""
 _INTEGERS = re.compile(
     r"(?:@!?\s*)?(?:\.(?:reg|const|global)\b|//|\$|:|$|bra\b|mov\b|cvta\b|ld\.param\b|[a-z]\w*(?:\.\w+)*\.(?:[bsu]\d+|pred)\s[^[]*$)"
 )
@@ -53,8 +50,7 @@ def templates(found: Sequence[Kernel], gpu: Gpu) -> str:
     flags["16 bits"] = any(k.choice.problem.dtype.itemsize == 2 for k in found)
     flags["IEEE"] = any(k.choice.problem.precision == "ieee" for k in found)
     flags["mma.sync"] = "mma.sync.aligned" in text
-    text = _TAGGED.sub(lambda one: f"{one[1]}// {one[3]}" if flags.get(one[2]) else "", text)
-    return comments.fitting(re.sub(r"^//\n(?!//)", "", text, flags=re.MULTILINE))
+    return comments.fitting(text, flags)
 
 
 def constants(k: Kernel, found: Sequence[Kernel], templates: str) -> str:

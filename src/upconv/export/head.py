@@ -9,7 +9,7 @@ from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.sweep import Sweep
-from upconv.export.device import WIDTH
+from upconv.export.comments import WIDTH
 from upconv.export.passes import Choice, Kernel
 from upconv.export.signatures import Signature
 from upconv.problem import Problem

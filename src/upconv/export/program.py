@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from upconv.cuda.gpu import Gpu
 from upconv.export import cpp, device, passes, plain, sizes
-from upconv.export.device import WIDTH
+from upconv.export.comments import WIDTH
 from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
