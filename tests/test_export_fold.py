@@ -225,6 +225,22 @@ static int run(int a) {
     assert "Other" not in found and "nobody" not in found and "struct Pair" in found
 
 
+@pytest.mark.parametrize("statements", ("int unread = a;  a *= 3;", "a *= 3;  int unread = a;  // to {}"))
+def test_what_goes_leaves_what_else_is_on_its_line(statements: str) -> None:
+    text = f"""
+template <class C>
+struct Kernel {{
+static int run(int a) {{
+  // Of both.
+  {statements}
+  return a;
+}}
+}};
+"""
+    body = folded(text).partition("run(int a) {")[2].partition("return")[0]
+    assert "unread" not in body and " ".join(body.split()).startswith("// Of both. a *= 3;")
+
+
 def test_an_else_of_nothing_goes() -> None:
     text = """
 template <class C>

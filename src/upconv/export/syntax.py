@@ -386,17 +386,25 @@ Put = list[tuple[int, int, bytes]]
 
 
 def without(tree: Tree, cut: Sequence[Node], put: Put | None = None) -> str:
-    """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what."""
+    """The text without nodes and the comments directly above them; ``put``: what else is replaced, and by what.
+
+    A node goes with its lines, or alone where others are on these.
+    """
     edits = list(put or ())
     for n in cut:
         begin = tree.source.rfind(b"\n", 0, n.start_byte) + 1
+        end = tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source)
+        rest = tree.source[n.end_byte : end].lstrip(b" ;")
+        if tree.source[begin : n.start_byte].strip() or not re.match(rb"//|\s*$", rest):
+            edits.append((n.start_byte, end - len(rest), b""))
+            continue
         while begin and (line := tree.source[tree.source.rfind(b"\n", 0, begin - 1) + 1 : begin]).lstrip().startswith(
             b"//"
         ):
             if line.lstrip().startswith((b"// ---", PART.encode())):
                 break
             begin -= len(line)
-        edits.append((begin, tree.source.find(b"\n", n.end_byte - 1) + 1 or len(tree.source), b""))
+        edits.append((begin, end, b""))
     found, at = b"", 0
     for begin, end, text in sorted(edits):
         if begin >= at:
