@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
 
 pytest.importorskip("tree_sitter")
-from upconv.export import device, fold, kernelbench_problem, passes
+from upconv.export import device, fold, kernelbench_problem, passes, syntax
 from upconv.export.passes import Kernel
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
@@ -165,6 +166,24 @@ def test_what_no_kernel_needs_goes(values: tuple[int, ...], there: tuple[str, ..
     assert all(one in found for one in there) and not re.search(gone, found), found
     assert "static_assert" not in found and "#if" not in found and "// Nothing is left of this." not in found
     assert instructions(found) == instructions(SAMPLE)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("last", (syntax.EVERYTHING, syntax.NO_VALUES))
+def test_less_is_folded_where_text_does_not_compile(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, where it never does. ``last``: of the levels whose text is broken."""
+    found = passes.kernels(LAYERS["few"], H200, forward_only=True)
+    whole, levels_seen = fold.folded, list[int]()
+
+    def folded(parts: Any, wanted: set[str], levels: list[int]) -> list[str]:
+        levels_seen.append(max(levels))
+        return [f"{one}{'broken' * (max(levels) <= last)}\n" for one in whole(parts, wanted, levels)]
+
+    monkeypatch.setattr(fold, "folded", folded)
+    text = "\n".join(device._folded(found, H200.arch))
+    assert "broken" not in text and levels_seen == list(range(min(last + 1, syntax.NO_VALUES) + 1))
+    assert all(device._compiled(k, text, H200.arch) for k in found)
+    assert ("#if" in text) == (last == syntax.NO_VALUES)
 
 
 @pytest.mark.parametrize(

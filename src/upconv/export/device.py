@@ -106,7 +106,7 @@ def _add(file: str, files: dict[str, str]) -> None:
 def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
     """The kernels' files in parts, by the kernels that have them, those of several first; of these what they need.
 
-    All without NVRTC or tree-sitter, or if that compiled to something else.
+    All without NVRTC or tree-sitter, or if that did not compile, or to something else.
     """
     files: dict[str, str] = {}
     users: dict[str, list[str]] = {}
@@ -135,9 +135,7 @@ def _folded(found: Sequence[Kernel], arch: str) -> list[str]:
     levels = [syntax.EVERYTHING] * len(groups)
     while max(levels) <= syntax.NO_VALUES:
         needed = fold.folded(parts, names, levels)
-        other = {
-            k for k in found if _instructions(_compiled(k, _of(k, groups, needed), arch)) != _instructions(whole[k])
-        }
+        other = {k for k in found if not _makes(k, _of(k, groups, needed), arch, whole[k])}
         if not other:
             return needed
         for i in {groups.index(_group([_file(k)])) for k in other}:
@@ -163,6 +161,14 @@ def _compiled(k: Kernel, text: str, arch: str) -> str:
     """PTX of a pass' kernels, with the templates of a text."""
     head = "".join(f"#include <{name}>\n" for name in includes([k])) + jit.parts_of(k.unit.source)[0]
     return nvrtc.build(f"{head}\n{text}", arch, k.unit.label, k.compiled, ptx=True).ptx
+
+
+def _makes(k: Kernel, text: str, arch: str, ptx: str) -> bool:
+    """Whether a text compiles, to the instructions of this PTX."""
+    try:
+        return _instructions(_compiled(k, text, arch)) == _instructions(ptx)
+    except nvrtc.CompileError:
+        return False
 
 
 def _instructions(ptx: str) -> Counter[str]:
