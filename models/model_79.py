@@ -1064,6 +1064,7 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
 // `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
 template <bool ALIGNED>
 __device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
+  const u32 exist = 4294967295;
   const int channel = chunk * C::ck;
 #pragma unroll
   for (int k = 0; k < COUNT; k++) {
@@ -1076,7 +1077,7 @@ __device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int t
 #pragma unroll
       for (int e = 0; e < T::VEC; e++) {
         int c = unit * T::VEC + e;
-        bool have = 4294967295 >> k & 1;
+        bool have = exist >> k & 1;
         u32 a = first + Slot<C>::channel_at(c);
         if (!ALIGNED) a += ((phase + Slot<C>::channels_ahead(channel, c) * plane) & (T::VEC - 1)) * 4;
         v[e] = have ? load_shared_u32(a) : 0;

@@ -174,6 +174,22 @@ static int other(int i) { return i * 3; }
     assert "unit" in found and "other" not in found
 
 
+@pytest.mark.parametrize("kind", ("int", "const int", "u32", "const u32", "const long long", "const auto"))
+def test_a_variable_is_a_number_only_where_that_is_as_wide(kind: str) -> None:
+    text = f"""
+template <class C>
+struct Kernel {{
+static int run(int a) {{
+  {kind} step = C::step;
+  return (a - step) / 2;
+}}
+}};
+"""
+    found = folded(text, step=3)
+    assert ("return (a - 3) / 2;" in found) == kind.endswith("int")
+    assert (f"{kind} step = " in found) != kind.endswith("int")
+
+
 def test_a_loop_of_two_variables_stays() -> None:
     text = """
 template <class C>

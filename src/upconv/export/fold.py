@@ -178,19 +178,15 @@ def _left(tree: Tree, n: Node) -> str:
 
 
 def _fixed(tree: Tree, function: Node) -> dict[str, int]:
-    """Local variables of a function that have one known value."""
+    """Local variables of a function that are an int or a bool, as digits are, of one known value."""
     found: dict[str, int] = {}
     seen: Counter[str] = Counter()
     for n in tree.within(function):
         if n.type == "init_declarator" and n.parent is not None:
             name, value = n.named_children[0], tree.value(n.child_by_field_name("value"))
             seen[tree.text(name)] += 1
-            kind = tree.text(n.parent).partition(" ")[0]
-            if (
-                value is not None
-                and name.type == "identifier"
-                and (kind in ("int", "bool", "const") or tree.text(n.parent).startswith("constexpr bool"))
-            ):
+            plain = re.match(r"(const )?(int|bool)\b|constexpr bool\b", tree.text(n.parent))
+            if value is not None and name.type == "identifier" and plain:
                 found[tree.text(name)] = value
         elif n.type in ("assignment_expression", "update_expression"):
             of = n.child_by_field_name("left") or n.child_by_field_name("argument")
