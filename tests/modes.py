@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -49,20 +49,32 @@ def modes(case: Case, aspects: Aspects) -> set[tuple[str, Any]]:
     return {(name, value) for name, value in found if value is not None and value is not False}
 
 
-def few(cases: Callable[[int], Iterable[Case]], aspects: Aspects, count: int, first: Iterable[int] = ()) -> list[Case]:
+@dataclass(frozen=True)
+class Few:
+    """Few cases that together have all modes of some layers."""
+
+    cases: list[Case]
+    others: list[int]
+    """Seeds of layers that had to be drawn, as those that were named had too few modes."""
+
+
+def few(cases: Callable[[int], Iterable[Case]], aspects: Aspects, count: int, first: Sequence[int]) -> Few:
     """Few cases that together have so many modes at least, and all that the layers of the first seeds have.
 
     Where the first seeds' layers have too few modes others are drawn.
     """
     have: list[tuple[Case, set[tuple[str, Any]], float]] = []
-    left = set[tuple[str, Any]]()
+    left, others = set[tuple[str, Any]](), list[int]()
     seeds = set(first)
     for seed in chain(first, SEEDS):
         if not seeds and len(left) >= count:
             break
         seeds.discard(seed)
         new = [(case, modes(case, aspects), case.work / 1e7) for case in cases(seed)]
+        found = left.union(*(own for _, own, _ in new))
+        if seed not in first and found > left:
+            others.append(seed)
         have += new
-        left = left.union(*(own for _, own, _ in new))
+        left = found
     assert len(left) >= count, f"{len(left)} modes are left: {sorted(map(str, left))}"
-    return covering(have, left)
+    return Few(covering(have, left), others)

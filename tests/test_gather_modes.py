@@ -15,7 +15,7 @@ import pytest
 from conftest import needs_gxx
 from drawn import FORWARD_LIKE, LAYOUTS, MOST, TENSOR, Layers, gather_work
 from emulator import Emulator
-from modes import Aspects, Case, few, of_cases, only
+from modes import Aspects, Case, Few, few, of_cases, only
 from results import Way, assert_computes, assert_infinities_reach_no_others
 from upconv.cuda.axes import Unfit, any_size, result_shape, source_shape
 from upconv.cuda.cost import Cost
@@ -347,16 +347,21 @@ ASPECTS = CALLS | of_cases(
 
 
 @cache
-def chosen() -> list[Case]:
+def chosen() -> Few:
     """Once for all parts."""
     return few(cases, ASPECTS, COUNT, FIRST)
+
+
+def test_layers_that_are_named_have_every_mode() -> None:
+    """Else tests look for others, which takes long: `FIRST` then needs those that were found."""
+    assert not chosen().others
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late, and at another size where that is the same kernel's."""
     rng = random.Random(part)
-    for case in chosen()[part::PARTS]:
+    for case in chosen().cases[part::PARTS]:
         choice, other = case.choice, replace(case.choice, problem=other_size(of(case), case.choice.problem, rng))
         assert_computes(choice, emulator, 0, case.way)
         alike = other.sources() == choice.sources()
@@ -376,5 +381,7 @@ def test_infinities_reach_only_the_outputs_that_read_them(emulator: Emulator) ->
             and (of(case).problem.layout, of(case).cin_g % of(case).chunk == 0)
         )
     }
-    for case in few(cases, alone, 4, GROUPS):
+    found = few(cases, alone, 4, GROUPS)
+    assert not found.others  # else `GROUPS` needs these
+    for case in found.cases:
         assert_infinities_reach_no_others(case.choice, emulator, Way())

@@ -14,7 +14,7 @@ import pytest
 from conftest import needs_gxx
 from drawn import FAMILIES, LAYOUTS, MOST, WGMMA, Layers, wgrad_choice, work
 from emulator import Emulator
-from modes import Aspects, Case, few, of_cases, only
+from modes import Aspects, Case, Few, few, of_cases, only
 from results import assert_computes, drawn_way
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
@@ -156,14 +156,19 @@ ASPECTS = ENDS | of_cases(
 
 
 @cache
-def chosen() -> list[Case]:
+def chosen() -> Few:
     """Once for all parts."""
     return few(cases, ASPECTS, COUNT, FIRST)
+
+
+def test_layers_that_are_named_have_every_mode() -> None:
+    """Else tests look for others, which takes long: `FIRST` then needs those that were found."""
+    assert not chosen().others
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_mode(part: int, emulator: Emulator) -> None:
     """At once and late."""
-    for case in chosen()[part::PARTS]:
+    for case in chosen().cases[part::PARTS]:
         for seed in (0, 3):
             assert_computes(case.choice, emulator, seed, case.way)
