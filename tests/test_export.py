@@ -555,14 +555,17 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
     assert read["grad_weight"] == read["forward"] + read["grad_input"], "one copy is read by two kernels"
 
 
-@pytest.mark.parametrize("kernel,columns", ((5, 16), (11, 16), (21, 32)))
+@pytest.mark.parametrize("kernel,columns,cut", ((5, 16, 12), (11, 16, 4), (21, 32, 12), (15, 16, 0), (21, 16, 0)))
 def test_rows_longer_than_the_kernels_are_cut(
-    kernel: int, columns: int, faked: Callable[[Problem], dict[str, Any]]
+    kernel: int, columns: int, cut: int, faked: Callable[[Problem], dict[str, Any]]
 ) -> None:
-    """Into parts, also of fewer columns from one to the next than the kernel reaches."""
+    """Into parts, also of fewer columns from one to the next than the kernel reaches. Where there would be none, the
+    file has a kernel for rows of every length, though the planner has one for joined rows."""
     p = parse_layer(f"64,64,(3,{kernel}),padding=(1,0)", f"16x64x64x{columns}").with_(precision="tf32")
+    planned = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
+    assert planned is not None and planned.family == "joined"
     (forward,) = passes.kernels(p, H200, forward_only=True)
-    assert (passes._kind(forward.choice), forward.columns) == ("joined", columns)
+    assert (forward.columns, forward.columns and forward.cut) == ((columns, cut) if cut else (0, 0))
     module, widths = faked(p), list[int]()
 
     def checked(x: Tensor, *given: Any) -> None:
@@ -577,7 +580,7 @@ def test_rows_longer_than_the_kernels_are_cut(
         x = torch.randn(2, 64, 3, width)
         with torch.no_grad():
             torch.testing.assert_close(model(x), theirs(x), rtol=1e-4, atol=1e-4)
-    assert max(widths) <= columns
+    assert max(widths) == (columns if cut else 3 * columns + 5)
 
 
 OTHERS = {

@@ -152,7 +152,9 @@ def _answers(p: Problem, gpu: Gpu, alone: bool) -> dict[str, family.Choice | str
         off = isinstance(choice, TileChoice) and mode == Sweep.mode and choice.tile.shape[1] * p.dtype.itemsize % 16
         found[mode] = "boxes of a second tile begin off 16 bytes" if off else choice
     if not alone and p.pass_ == "fwd" and p.rank > 1 and joined.gap(p) % 2 == 0:  # so that every slice has even places
-        found["joined"] = joined.candidate(p, gpu)
+        choice = joined.candidate(p, gpu)
+        none = isinstance(choice, joined.Choice) and Kernel("fwd", choice).cut <= 0
+        found["joined"] = "parts of longer rows would have no results of their own" if none else choice
     return found
 
 

@@ -78,7 +78,7 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
             rows, of_grad = (f", {n}" if n > 1 else "" for n in k.multiples)
             result = RESULT if k.result_multiple > 1 else {"RESULT": "", "OUT": "out", "RETURNED": "out"}
             step = k.columns and k.cut
-            cut = {"CUT": CUT if step else "", "STEP": str(step), "OVERLAP": str(k.columns - step)}
+            cut = {"CUT": CUT if k.columns else "", "STEP": str(step), "OVERLAP": str(k.columns - step)}
             cut["COLUMNS"] = str(k.columns)
             values = {**cut, **result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
             fast_call = _filled(FAST_CALLS[pass_], values)
