@@ -368,6 +368,11 @@ def test_calls_of_a_graph_are_replayed(machine: Any, module: Any, monkeypatch: p
     weights.freeze(layer.weight)
     step(compiled, x, list(layer.parameters()))
     assert len(looked) == (replays.CALLS + 3) * 2
+    another = torch.randn(3)
+    weights.freeze(another)
+    step(compiled, x, list(layer.parameters()))
+    weights.thaw(another)
+    assert len(looked) == (replays.CALLS + 3) * 2
     assert {seen.made for seen in recorded._seen.values()} == {1}  # nor is more noted of calls that are watched
     monkeypatch.setattr(recorded, "_held", lru_cache(maxsize=4)(recorded._Held))  # strides are not noted without end
     with torch.no_grad():

@@ -110,7 +110,21 @@ def test_what_is_left_and_why() -> None:
     assert type(model["d"]) is upconv.ConvTranspose2d
 
 
+def test_a_warm_up_draws_no_random_numbers() -> None:
+    model = upconv.accelerate(nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.Dropout()))
+    torch.manual_seed(3)
+    upconv.warmup(model, (2, 3, 5, 5))
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
+
+
 # --- fold_batchnorm --------------------------------------------------------------------------------------------------
+
+
+def test_folding_takes_modules() -> None:
+    with pytest.raises(TypeError, match=r"fold_batchnorm takes a torch\.nn\.Module as its model, got a str"):
+        upconv.fold_batchnorm("x")  # type: ignore[type-var]
 
 
 def randomise(norm: Any) -> Any:

@@ -228,9 +228,9 @@ Progress = Callable[[str, int, int], object]
 def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Progress | None = None) -> list[str]:
     """Compiles, in threads, and loads every CUDA kernel that a model needs for an example, so that no later call waits.
 
-    The model runs once on the example, in eval mode and without gradients; where a kernel is not loaded yet, PyTorch's
-    operator stands in. Kernels are compiled for the layer, not for the image size, but other sizes may need other
-    tiles. Autocast and precision settings count as they are now.
+    The model runs once on the example, in eval mode and without gradients. Random numbers go on as if it had not. Where
+    a kernel is not loaded yet, PyTorch's operator stands in. Kernels are compiled for the layer, not for the image
+    size, but other sizes may need other tiles. Autocast and precision settings count as they are now.
 
     Args:
         model: any module; on a CPU there is nothing to compile.
@@ -247,11 +247,12 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
         RuntimeError: a kernel that cannot be compiled; names the problem and the plan.
     """
     modules.require(model, "warmup")
-    args, kwargs = arguments(model, example)
     from upconv.cuda import warming  # which prepares for threads
 
-    with evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
-        model(*args, **kwargs)
+    with torch.random.fork_rng(devices_of(model)):
+        args, kwargs = arguments(model, example)
+        with evaluated(model), torch.no_grad(), engine.collecting(every=training) as wanted:
+            model(*args, **kwargs)
     replayed = training and bool(wanted) and replays.hoped
     if replayed:
         native.module()  # in the background, while the kernels are compiled
@@ -259,6 +260,11 @@ def warmup(model: nn.Module, *example: Any, training: bool = False, progress: Pr
     if replayed:
         native.wait()
     return lines
+
+
+def devices_of(model: nn.Module) -> list[int]:
+    """The GPUs that a model's parameters are on, whose random numbers it may draw."""
+    return sorted({t.device.index for t in model.parameters() if t.is_cuda})
 
 
 def arguments(model: nn.Module, example: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -318,8 +324,10 @@ def fold_batchnorm(model: Model, *, report: Report | None = None) -> Model:
         The same model, each folded norm replaced by `torch.nn.Identity`.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: the model is in training mode.
     """
+    modules.require(model, "fold_batchnorm")
     if model.training:
         raise ValueError("fold_batchnorm needs a model in eval mode, got one in training mode; call model.eval() first")
     uses = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))

@@ -161,8 +161,7 @@ def summary(model: nn.Module, *example: Any) -> Summary:
         for names, module in convert.modules_of(model, _ConvNd)
         if module.transposed or modules.is_ours(module)
     ]
-    devices = {t.device.index for t in model.parameters() if t.is_cuda}
-    with torch.random.fork_rng(sorted(devices)):
+    with torch.random.fork_rng(convert.devices_of(model)):
         args, kwargs = convert.arguments(model, example)
         # The forward has copies of the buffers.
         spare = {} if copied else {name: t.detach().clone() for name, t in model.named_buffers()}

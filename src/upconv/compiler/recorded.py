@@ -52,9 +52,9 @@ def _key(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> tuple[
     return text, mask, a.shape, b.shape, c is None
 
 
-def _watched() -> bool:
-    """Whether calls depend on what no guard sees: promises that weights stay, a warm-up, `refusals.strict`."""
-    return bool(weights.frozen or engine._collectors or refusals.active)
+def _watched(weight: Tensor) -> bool:
+    """Whether a call depends on what no guard sees: a promise that its weight stays, a warm-up, `refusals.strict`."""
+    return bool(engine._collectors or refusals.active or (weights.frozen and weights.is_frozen(weight)))
 
 
 def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> Any:
@@ -71,7 +71,7 @@ def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> An
         c: the bias, or the weight.
     """
     seen = _seen.get(_key(text, mask, a, b, c))
-    if seen is None or _watched():
+    if seen is None or _watched(c if mask and c is not None else b):
         return None
     for known in seen.known:
         if known.fits(a, b) if c is None else known.fits(a, b, c):
@@ -80,7 +80,7 @@ def replayed(text: str, mask: int, a: Tensor, b: Tensor, c: Tensor | None) -> An
 
 
 def _note(key: tuple[Any, ...], plan: Plan, operands: Operands, layer: Any) -> None:
-    if calls.GUARDS is None or _watched():
+    if calls.GUARDS is None or engine._collectors or refusals.active:
         return
     if key not in _seen and len(_seen) >= calls.MOST:
         _seen.clear()

@@ -352,7 +352,7 @@ def by_name(name: str) -> Gpu:
     for text in (name, bus.sub("", name), plain, bus.sub("", plain)):
         if _key(text) in found:
             return found[_key(text)]
-    raise ValueError(f"--gpu must be of capability 8.0 or later and one of {', '.join(KNOWN)}; got {name!r}")
+    raise ValueError(f"--gpu must be one of {', '.join(KNOWN)}; got {name!r}")
 
 
 def _key(name: str) -> str:
