@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ptxas
-from conftest import by_turns
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
@@ -52,7 +51,7 @@ def text_of(found: tuple[Kernel, ...]) -> str:
     return includes + device.spaced(templates, *(device.constants(k, found, templates) for k in found))
 
 
-@pytest.fixture(scope="module", params=by_turns(LAYERS, 2))  # 15 s each
+@pytest.fixture(scope="module", params=LAYERS)
 def found(request: pytest.FixtureRequest) -> tuple[Kernel, ...]:
     return passes.kernels(LAYERS[request.param], H200)
 
