@@ -112,7 +112,7 @@ print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
 def test_large_layers_hold_no_more_memory_than_pytorchs_operator(layer: str, layout: str) -> None:
     """Input, result and what is held beside them at the peak.
 
-    The heap of one process in some is longer by what its threads freed too late: the shortest of three counts.
+    The same call's peak differs between processes by some megabytes, so the least of three counts.
     """
 
     def held(plan: str) -> int:
