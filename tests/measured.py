@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from upconv import ops, planner
+from conftest import forced_plans
 from upconv.bench import roofline, timing
 from upconv.cli import app
-from upconv.planner import Candidate, Plan
 from upconv.problem import Problem
 
 CPU = torch.device("cpu")
@@ -42,18 +40,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Sets every plan, for the bench and for the calls that it makes."""
-    rule = planner.plan
-
-    def force(forward: str, backward: str = "native") -> None:
-        def plan(p: Problem, device: planner.Device) -> Plan:
-            chosen = (Candidate(forward, True, "forced"),)
-            return replace(rule(p, device), forward=forward, backward=backward, candidates=chosen)
-
-        monkeypatch.setattr(planner, "plan", plan)
-        ops.forget_plans()
-
-    yield force
-    monkeypatch.undo()
-    ops.forget_plans()
+def shuffled() -> Iterator[None]:
+    """Forwards are by the engine's plan `shuffle`, of the bench and of the calls that it makes."""
+    with forced_plans("shuffle"):
+        yield

@@ -137,11 +137,17 @@ class Weight(Loaded):
 
 @dataclass
 class Kernels:
-    """The log of all stand-ins, the passes that were planned, and those that have none (with the reason why)."""
+    """The log of all stand-ins, the passes that were planned, those that have none (with the reason why), and the GPU.
+
+    ``waits``: for which streams' packings others waited.
+    """
 
     log: Log = field(default_factory=list)
     planned: list[str] = field(default_factory=list)
     lacking: dict[str, str] = field(default_factory=dict)
+    stream: int = 0
+    capturing: bool = False
+    waits: list[int] = field(default_factory=list)
 
     def ran(self) -> list[str]:
         """The passes that ran since the last question, the forwards first."""
@@ -163,10 +169,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     _forget_plans()
     monkeypatch.setattr(families, "choose", choose)
     monkeypatch.setattr(engine, "_current_device", lambda: -1)
-    monkeypatch.setattr(engine, "_capturing", lambda: False)
-    monkeypatch.setattr(packed, "current_stream", lambda index: 0)
+    monkeypatch.setattr(engine, "_capturing", lambda: found.capturing)
+    monkeypatch.setattr(packed, "current_stream", lambda index: found.stream)
     monkeypatch.setattr(bias, "serves", lambda p: False)  # however large: it would be launched
-    monkeypatch.setattr(packed, "_record", lambda index: 0)
+    monkeypatch.setattr(packed, "_record", lambda index: found.stream)
+    monkeypatch.setattr(packed, "_wait", lambda event, tensor, index: found.waits.append(event))
     monkeypatch.setattr(planner, "plan", lambda p, d: plans.setdefault(p, planner._plan_cuda(p, H200)))
     yield found
     monkeypatch.undo()

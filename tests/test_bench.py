@@ -188,8 +188,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "measure", lambda precisions, device: CEILINGS)
 
 
-def test_a_case_that_cannot_run_does_not_cost_the_others(plans, known_ceilings, monkeypatch) -> None:
-    plans("shuffle")
+def test_a_case_that_cannot_run_does_not_cost_the_others(shuffled: None, known_ceilings, monkeypatch) -> None:
     sound = cpu.forward
 
     def explode(p: Problem, *rest: object) -> torch.Tensor:

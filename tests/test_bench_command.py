@@ -92,8 +92,7 @@ def test_what_cannot_be_drawn_is_a_sentence(tmp_path: Path) -> None:
 # --- spread ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_has_the_quartiles_of_its_times(plans: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans("shuffle")
+def test_a_row_has_the_quartiles_of_its_times(shuffled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {"torch": (1, 2, 3, 4, 5), "ours": (10, 11, 12, 13, 30)}
 
     def interleave(runs, take, repeats):

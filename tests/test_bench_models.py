@@ -126,12 +126,6 @@ def test_a_nan_behind_a_right_value_is_wrong() -> None:
 # --- frozen ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def ours(plans: Any) -> None:
-    """Plans that are ours on a CPU."""
-    plans("shuffle")
-
-
 def spoilt(module: nn.Module) -> nn.Module:
     """In the place of `upconv.freeze`."""
     module.register_forward_hook(lambda module, given, out: out * 1.5)
@@ -142,7 +136,7 @@ def row(frozen: bool = True) -> report.Row:
     return run.row(Job("custom", "x", TINY), CPU, SHORT, ceilings(), frozen)
 
 
-def test_frozen_weights_that_compute_wrongly_have_no_speed(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_that_compute_wrongly_have_no_speed(shuffled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     right = row()
     assert right["failure"] is None and right["frozen_ms"] and right["frozen_ratio"], "upconv's own freeze"
     monkeypatch.setattr(upconv, "freeze", spoilt)

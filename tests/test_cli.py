@@ -19,8 +19,7 @@ from upconv.bench.suites import parse_layer
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path) -> None:
-    plans("shuffle")
+def test_a_run_is_a_table_a_report_and_a_plot(fast: None, shuffled: None, tmp_path: Path) -> None:
     file, picture = tmp_path / "r.json", tmp_path / "r.svg"
     code, out = command(
         "bench", *LAYER, "--device", "cpu", "--dtype", "all", "--pass", "fwd", "--pass", "grad-weight",
@@ -58,9 +57,8 @@ def test_a_run_is_a_table_a_report_and_a_plot(fast: None, plans, tmp_path: Path)
 
 @pytest.mark.parametrize("engine", ["zeros", "rounded"])
 def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
-    fast: None, plans, monkeypatch, tmp_path: Path, engine
+    fast: None, shuffled: None, monkeypatch, tmp_path: Path, engine
 ) -> None:
-    plans("shuffle")
 
     def wrong(p, plan, input, weight, bias):
         out = torch.conv_transpose2d(input, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -31,29 +31,6 @@ from upconv.problem import Problem
 from upconv.replay import calls
 
 
-@dataclass
-class Machine:
-    """What stands for the GPU's state."""
-
-    stream: int = 0
-    capturing: bool = False
-    waits: list[int] = field(default_factory=list)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """The engine on CPU tensors: streams, capture and the current device are what the test says."""
-    state = Machine()
-    monkeypatch.setattr(engine, "_current_device", lambda: -1)
-    monkeypatch.setattr(engine, "_capturing", lambda: state.capturing)
-    monkeypatch.setattr(packed, "current_stream", lambda index: state.stream)
-    monkeypatch.setattr(packed, "_record", lambda index: state.stream)
-    monkeypatch.setattr(packed, "_wait", lambda event, tensor, index: state.waits.append(event))
-    packed.frozen.clear()
-    yield state
-    packed.frozen.clear()
-
-
 def a_plan(p: Problem, **changes: Any) -> tuple[Plan, Log]:
     choice = StandIn(p, [], **changes)
     return Plan(p, H200, "stand-in", "native", (Candidate("stand-in", True, "a test"),), choice), choice.log
@@ -69,7 +46,7 @@ P = Problem.make(2, 4, 6, (5, 4), 3, 2, 1, 1, groups=2, bias=True)
 # --- the call --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine: Machine) -> None:
+def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(kernels: Kernels) -> None:
     x, w, b, _ = operands(P)
     plan, _ = a_plan(P, failure=RuntimeError("CUDA said no"))
     with pytest.raises(RuntimeError) as error:
@@ -84,7 +61,7 @@ def test_a_failure_names_problem_and_plan_and_leaves_the_library_usable(machine:
 
 
 def test_a_kernel_that_finds_no_memory_to_load_is_out_of_memory(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an allocation is, so that who catches that and tries smaller batches catches it."""
 
@@ -120,7 +97,7 @@ def test_another_device_is_made_current_for_a_pass(kernels: Kernels, monkeypatch
     assert kernels.ran() == ["fwd", "fwd", "grad-input", "grad-weight"] and current == [3]
 
 
-def test_threads_prepare_once(machine: Machine) -> None:
+def test_threads_prepare_once(kernels: Kernels) -> None:
     x, w, b, _ = operands(P)
     plan, log = a_plan(P)
     results = in_threads([lambda: engine.forward(plan, x, w, b)] * 8)
@@ -175,7 +152,7 @@ class Weights:
 
 
 @pytest.fixture
-def weights(machine: Machine) -> Weights:
+def weights(kernels: Kernels) -> Weights:
     return Weights(nn.Parameter(torch.randn(P.weight_shape)))
 
 
@@ -185,7 +162,7 @@ def frozen(weights: Weights) -> Weights:
     return weights
 
 
-def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machine: Machine) -> None:
+def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, kernels: Kernels) -> None:
     """Not beside what a frozen weight was packed for (an event is behind it), nor in a capture."""
     choice = weights.plan.choice
     assert isinstance(choice, StandIn)
@@ -193,7 +170,7 @@ def test_a_kernel_may_begin_beside_its_own_packing_alone(weights: Weights, machi
         (False, False, True), (True, False, False), (True, False, False), (False, False, True), (False, True, False),
         (True, True, False),
     ):  # fmt: skip
-        machine.capturing = capturing
+        kernels.capturing = capturing
         (packed.freeze if freezes else packed.thaw)(weights.weight)
         weights.packs()
         assert choice.fresh[-1] is expected
@@ -261,7 +238,7 @@ def test_frozen_weights_swapped_at_one_address(weights: Weights) -> None:
 _MOST_TURNS = 20_000  # a heap with as many free places of one size gives each out before the first comes back
 
 
-def test_views_of_one_storage_are_told_apart(machine: Machine) -> None:
+def test_views_of_one_storage_are_told_apart(kernels: Kernels) -> None:
     both = torch.randn(2, *P.weight_shape)
     weights = Weights(both[0])
     packed.freeze(both[0])
@@ -285,12 +262,12 @@ def test_a_weight_has_few_copies(frozen: Weights) -> None:
     assert frozen.packs() == 1
 
 
-def test_captured_graphs_pack_for_themselves(machine: Machine, frozen: Weights) -> None:
+def test_captured_graphs_pack_for_themselves(kernels: Kernels, frozen: Weights) -> None:
     """A graph lives longer than a promise may, and must find its packed weights where they were."""
     assert frozen.packs() == 1
-    machine.capturing = True
+    kernels.capturing = True
     assert [frozen.packs(), frozen.packs()] == [1, 1]
-    machine.capturing = False
+    kernels.capturing = False
     assert frozen.packs() == 0
 
 
@@ -299,23 +276,23 @@ def test_compiled_graphs_read_copies_and_make_none(frozen: Weights) -> None:
     assert [frozen.packs(), frozen.packs(lasting=False)] == [1, 0]
 
 
-def test_another_stream_waits_for_the_packing_once(machine: Machine, frozen: Weights) -> None:
+def test_another_stream_waits_for_the_packing_once(kernels: Kernels, frozen: Weights) -> None:
     assert frozen.packs() == 1
-    machine.stream = 7
+    kernels.stream = 7
     assert [frozen.packs(), frozen.packs()] == [0, 0]
-    assert machine.waits == [0]
-    machine.stream = 0
+    assert kernels.waits == [0]
+    kernels.stream = 0
     assert frozen.packs() == 0
-    assert machine.waits == [0]
+    assert kernels.waits == [0]
     with torch.no_grad():
         frozen.weight.mul_(3)
     assert not packed.is_frozen(frozen.weight)
     packed.freeze(frozen.weight)
-    machine.stream = 7
+    kernels.stream = 7
     assert frozen.packs() == 1
-    machine.stream = 0
+    kernels.stream = 0
     assert frozen.packs() == 0
-    assert machine.waits == [0, 7]
+    assert kernels.waits == [0, 7]
 
 
 # --- precision and memory format -------------------------------------------------------------------------------------
@@ -443,18 +420,6 @@ def test_strict_exempts_what_pytorch_must_see() -> None:
 # --- warmup ----------------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = upconv.ConvTranspose2d(4, 6, 3, stride=2)
-        self.norm = nn.BatchNorm2d(6)
-        self.out = upconv.ConvTranspose2d(6, 3, 5)
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        y: Tensor = self.out(self.norm(self.up(x)))
-        return y if scale is None else y * scale
-
-
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What the compiler was asked for."""
@@ -469,16 +434,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_warmup_compiles_and_loads_everything(kernels: Kernels, compiled: list[tuple[str, str]]) -> None:
-    model = Net().train()
+    model = nn.Sequential(upconv.ConvTranspose2d(4, 6, 3, 2), nn.BatchNorm2d(6), upconv.ConvTranspose2d(6, 3, 5))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     told: list[tuple[str, int, int]] = []
-    model.norm.eval()
+    model[1].eval()
     lines = upconv.warmup(model, torch.randn(2, 4, 5, 5), progress=lambda *args: told.append(args))
     assert lines == ["fwd (3, 3) for sm_90a", "fwd (5, 5) for sm_90a"]
     assert [arch for _, arch in compiled] == ["90a", "90a"] and len(set(compiled)) == 2
     assert [args[1:] for args in told] == [(1, 2), (2, 2)]
     assert names(kernels.log) == ["prepare", "prepare"]  # loaded, and nothing was run
-    assert model.training and model.up.training and not model.norm.training
+    assert model.training and model[0].training and not model[1].training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert upconv.warmup(model, torch.randn(2, 4, 5, 5)) == []
     more = upconv.warmup(model, (2, 4, 5, 5), training=True)  # although the forward's kernels are loaded

@@ -26,7 +26,7 @@ from standins import Kernels
 from test_calls import OTHERS, WITHIN, called, changed
 from upconv import convolutions, dispatch, modules, ops
 from upconv.cpu import memory_format
-from upconv.cuda import engine, recording, weights
+from upconv.cuda import recording, weights
 from upconv.cuda.compile import cache
 from upconv.problem import LAYOUTS, Layout
 from upconv.replay import calls, native, replays
@@ -473,22 +473,20 @@ def test_a_thread_finds_meanwhile_that_a_weight_is_read_as_it_is(
 
 
 def test_replays_of_a_frozen_layer_on_other_streams(
-    frozen_layers: FrozenLayers, monkeypatch: pytest.MonkeyPatch
+    frozen_layers: FrozenLayers, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call there waits until the copy is packed; none reads it while a graph is captured."""
-    waited: list[int] = []
-    monkeypatch.setattr(weights, "_wait", lambda event, tensor, index: waited.append(index))
     model = frozen_layers.models[0]
     truth = frozen_layers.truth(model)
-    monkeypatch.setattr(weights, "current_stream", lambda index: 1)
-    with monkeypatch.context() as m:
-        for owner, name in ((replays, "capturing"), (engine, "_capturing")):
-            m.setattr(owner, name, lambda: True)
-        assert_equal(infer(model, frozen_layers.x), truth)
-        assert not waited
+    kernels.stream = 1
+    monkeypatch.setattr(replays, "capturing", lambda: kernels.capturing)
+    kernels.capturing = True
+    assert_equal(infer(model, frozen_layers.x), truth)
+    assert not kernels.waits
+    kernels.capturing = False
     for _ in range(2):
         assert_equal(frozen_layers.replayed(model), truth)
-    assert waited == [-1]
+    assert kernels.waits == [0]
 
 
 def test_pytorchs_compiler_of_backwards(machine: Machine) -> None:
