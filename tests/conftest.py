@@ -216,19 +216,14 @@ def printed(*arguments: object, **environment: str) -> str:
 # --- error bounds ----------------------------------------------------------------------------------------------------
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
-
-
 def rounding_bound(dtype: torch.dtype, length: int) -> float:
     """Bound of ``|error| / sum |products|`` for a sum of ``length`` products, rounded to ``dtype`` at its end.
 
     Sums run in float32 at least, each step with one rounding: ``gamma_length`` (Higham, "Accuracy and Stability of
     Numerical Algorithms", 2002, section 3.1). The result is rounded to its dtype, and once more when a bias joins it.
     """
-    steps = unit_roundoff(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
-    return 2 * unit_roundoff(dtype) + 2 * (length + 2) * steps
+    steps = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    return torch.finfo(dtype).eps + (length + 2) * torch.finfo(steps).eps
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -270,12 +265,6 @@ class Call:
     @property
     def operands(self) -> list[Tensor]:
         return [t for t in (self.input, self.weight, self.bias) if t is not None]
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Call:
-        """The call with every operand changed; the copies are leaves, as the operands were."""
-        fresh = [None if t is None else change(t.detach()).detach() for t in (self.input, self.weight, self.bias)]
-        assert fresh[0] is not None and fresh[1] is not None
-        return Call(fresh[0], fresh[1], fresh[2], self.kwargs)
 
     def run(self, functions: Sequence[Any]) -> Tensor:
         out: Tensor = functions[self.rank](self.input, self.weight, self.bias, **self.kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -216,6 +217,13 @@ def module() -> Any:
     found = native.wait()
     assert found is not None, native.state()
     return found
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which none was loaded yet."""
+    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
+        monkeypatch.setattr(native, name, value)
 
 
 def encode(of: Map, address: int) -> bytes:

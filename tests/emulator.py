@@ -156,9 +156,6 @@ class _Launcher:
             wrong = run(grid, self._threads, self._shared, arguments, together, e.seed, blocks.start, blocks.stop)
             assert wrong is None, f"{self._entry}: {wrong.decode()}"
 
-    def clusters(self, blocks: int) -> int:
-        return 132
-
 
 def encode(of: Map, address: int) -> bytes:
     """`launches.encode` for the host: a ``TensorMap`` of ``host/ptx_host.h``. It takes what hardware takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -66,19 +66,27 @@ def called(layer: Any, x: Any, transform: Any) -> Any:
     return [out, *torch.autograd.grad(out.double().square().sum(), leaves, allow_unused=True)]
 
 
+def random_calls(
+    rng: random.Random, count: int, other: float, change: float, within: float
+) -> Iterator[tuple[Any, Any, AbstractContextManager[object]]]:
+    """Layers, inputs and contexts, and the chances of other inputs, of changes of the layer and of contexts."""
+    layers = [upconv.ConvTranspose2d(4, 6, 3, stride, 1, bias=bias) for stride, bias in ((1, True), (2, False))]
+    for _ in range(count):
+        layer = rng.choice(layers)
+        x: Any = torch.randn(rng.choice((1, 2)), 4, 5, 6)
+        x = rng.choice(OTHERS)(x) if rng.random() < other else x.requires_grad_(rng.random() < 0.5)
+        if rng.random() < change:
+            changed(layer, rng)
+        yield layer, x, rng.choice(WITHIN)() if rng.random() < within else nullcontext()
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_results_do_not_depend_on_what_was_seen(seed: int) -> None:
     """Random calls in turn, each as it is computed when nothing was seen before."""
     rng = random.Random(seed)
-    layers = [upconv.ConvTranspose2d(4, 6, 3, stride, 1, bias=bias) for stride, bias in ((1, True), (2, False))]
-    for _ in range(60):
-        layer = rng.choice(layers)
-        x: Any = torch.randn(rng.choice((1, 2)), 4, 5, 6)
-        x = rng.choice(OTHERS)(x) if rng.random() < 0.3 else x.requires_grad_(rng.random() < 0.5)
-        if rng.random() < 0.2:
-            changed(layer, rng)
+    for layer, x, context in random_calls(rng, 60, 0.3, 0.2, 0.4):
         transform = rng.choice(TRANSFORMS) if isinstance(x, Tensor) and rng.random() < 0.1 else None
-        with rng.choice(WITHIN)() if rng.random() < 0.4 else nullcontext():
+        with context:
             found = called(layer, x, transform)
             kept, calls.seen = calls.seen, {}
             try:

@@ -89,10 +89,7 @@ def test_a_wrong_engine_prints_no_speed_and_exits_with_1(
             "--precision must be one of ieee, bf16, fp16 and fp64 on a CPU; got 'tf32'",
         ),
         ("bench --dtype bfloat16 --precision ieee", "--precision must be one of bf16 for bfloat16; got 'ieee'"),
-        (
-            "bench --suite founding --case kb58",
-            "--case must be one of kb71, kb65, kb75, kb69, kb57; got 'kb58'",
-        ),
+        ("bench --suite founding --case kb58", "--case must be one of kb71, kb65, kb75, kb69, kb57; got 'kb58'"),
         ("bench --suite training --suite cpu", "--suite training is a run of its own; got training and cpu"),
         ("bench --suite training --plot r.png", "--plot does not go with --suite training"),
         ("bench --suite kernelbench --as-exported --frozen", "--frozen does not go with --as-exported"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import upconv
-from conftest import EVERY, assert_close, diagonal, forced_plans, make_call
+from conftest import EVERY, assert_close, diagonal, forced_plans, make_call, needs_gxx
 from situations import differences, step
 from upconv import dispatch, planner
 from upconv.compiler import layouts, recorded, rule
@@ -102,22 +100,24 @@ def test_one_graph_serves_all_sizes(engine: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all, since Inductor's own headers take long to compile."""
-    return tmp_path_factory.mktemp("inductor")
+def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The options of compilations with one cache, since Inductor's own headers take long to compile.
+
+    By one compiler at a time, of scalar code: its processes, and what asks for vectors, import PyTorch again.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield {} if EVERY else {"compile_threads": 1, "cpp.vec_isa_ok": False}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@needs_gxx
 @pytest.mark.parametrize(("channels_last", "engine"), diagonal((False, True), ENGINES), indirect=["engine"])
-def test_inductor(channels_last: bool, engine: str, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one compiler at a time, of scalar code: its processes, and what asks for vectors, import PyTorch again."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+def test_inductor(channels_last: bool, engine: str, inductor: dict[str, Any]) -> None:
     model, x = decoder(2), torch.randn(2, 4, 6, 5)
     if channels_last:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
-    alone = {} if EVERY else {"compile_threads": 1, "cpp.vec_isa_ok": False}
-    compiled = torch.compile(model, fullgraph=True, dynamic=False, options=alone)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, options=inductor)
     assert_same_step(compiled, model, x)
     with torch.inference_mode():
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
@@ -315,15 +315,13 @@ def test_the_rule_on_a_gpu(p: Problem, training: bool, ours: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_inductor_turns_our_operators_with_its_own(inductor_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_gxx
+def test_inductor_turns_our_operators_with_its_own(inductor: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """For inference the operands come in channels_last, and nothing is copied for a kernel of ours."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     monkeypatch.setattr(layouts, "TURNED", ("cpu",))
     layer = upconv.ConvTranspose2d(8, 6, 4, 2, 1)
     x = torch.randn(2, 8, 6, 5)
-    alone = {"compile_threads": 1, "cpp.vec_isa_ok": False}
-    function = torch.compile(lambda t: layer(t.sigmoid()).tanh(), options=alone, fullgraph=True)
+    function = torch.compile(lambda t: layer(t.sigmoid()).tanh(), options=inductor, fullgraph=True)
     with forced_plans("any", "split"), torch.no_grad():
         out, code = torch._inductor.utils.run_and_get_code(function, x)
         torch.testing.assert_close(out, layer(x.sigmoid()).tanh(), rtol=1e-4, atol=1e-5)

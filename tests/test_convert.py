@@ -19,21 +19,6 @@ from twins import image, lines_of
 from upconv import modules
 
 
-class Net(nn.Module):
-    """A decoder of the usual kind: convolution, transposed convolutions of several strides, norms, a nested block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Conv2d(4, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 8, 4, stride=2, padding=1)
-        self.block = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.ConvTranspose2d(8, 6, 3, groups=2))
-        self.last = nn.ConvTranspose2d(6, 3, 3, stride=3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.block(self.up(self.encode(x))))
-        return out
-
-
 def accelerated(model: nn.Module) -> list[str]:
     """What `accelerate` reports of its layers, up to why."""
     *lines, closing = lines_of(upconv.accelerate, model)
@@ -52,14 +37,16 @@ def marked(model: nn.Module) -> list[bool]:
 
 
 def test_accelerates_restores_and_says_so() -> None:
-    model = Net()
+    block = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, groups=2))
+    up, last = nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.ConvTranspose2d(6, 3, 3, 3, bias=False)
+    model = nn.ModuleDict({"encode": nn.Conv2d(4, 8, 3), "up": up, "block": block, "last": last})
     names = ["up", "block.2", "last"]
     for _ in range(2):  # twice is once
         assert accelerated(model) == [f"{name}: accelerated" for name in names]
         assert marked(model) == [True] * 3
     assert lines_of(upconv.restore, model) == [f"{name}: restored" for name in names]
     assert marked(model) == [False] * 3 and lines_of(upconv.restore, model) == []
-    upconv.accelerate(model.block)
+    upconv.accelerate(block)
     assert marked(model) == [False, True, False]
     assert lines_of(upconv.restore, model) == ["block.2: restored"]
 

@@ -351,12 +351,7 @@ def test_a_bias_is_the_kernels_where_it_takes_one(
 @pytest.mark.parametrize("own", (torch.float32, torch.float16))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_autocast(
-    stand_ins: Kernels,
-    dtype: torch.dtype,
-    own: torch.dtype,
-    casts: bool,
-    lacking: str,
-    monkeypatch: pytest.MonkeyPatch,
+    stand_ins: Kernels, dtype: torch.dtype, own: torch.dtype, casts: bool, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of layers in float32, whose weights kernels round, and of such that are in 16 bits already."""
     for stand_in in (Data, Weight):

@@ -19,6 +19,12 @@ from upconv.cpu import rule
 from upconv.problem import Problem
 
 
+def poison(dtype: torch.dtype) -> None:
+    """What memory that is taken next has, unless it is written."""
+    poisoned = [torch.full((2**n,), 1e30, dtype=dtype) for n in range(3, 13) for _ in range(4)]
+    del poisoned
+
+
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("groups", (1, 2, 4))
 def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None:
@@ -27,8 +33,7 @@ def test_planes_that_no_tap_reaches_are_written(groups: int, bias: bool) -> None
     assert planner.plan(p, planner.Device("cpu")).forward == "wide" and cpu.refusal(p, "native")
     x, w, b, _ = operands(p)
     for _ in range(20):
-        spoilt = [torch.full((n,), 3e38, dtype=torch.bfloat16) for n in (16, 64, 256, 1024, 2048, 4096) for _ in "ab"]
-        del spoilt
+        poison(torch.bfloat16)
         out = upconv.conv_transpose3d(x, w, b, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
         assert forward_excess(p, out, x, w, b, native=False) <= 1
 
@@ -169,8 +174,7 @@ def test_no_band_has_few_slices_in_half_precision(parts: None, p: Problem) -> No
     x, w, b, _ = operands(p)
     assert _images_and_bands(p)[1] == 1
     for _ in range(20):
-        poison = [torch.full((2**n,), 3e38, dtype=torch.bfloat16) for n in range(4, 13) for _ in range(4)]
-        del poison
+        poison(torch.bfloat16)
         assert forward_excess(p, cpu.forward(p, "shuffle", x, w, b), x, w, b) <= 1
 
 
@@ -275,49 +279,30 @@ def test_the_bound_catches_wrong_results(broken: object) -> None:
         assert gradient_excess(p, wrong, g, x, w) > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "p",
-    [
-        Problem.make(3, 2, 1, (5, 1), (1, 5), (1, 2)),
-        Problem.make(2, 2, 1, (2, 1), (4, 3), (1, 3), (0, 1)),
-        Problem.make(1, 1, 16, (12, 1), 3, 3, 1),
-        Problem.make(1, 3, 9, (5, 1, 1), (1, 3, 4), (3, 1, 4), (0, 1, 1), 0, 1, 3),
-        Problem.make(2, 4, 8, (2, 8, 12), (3, 4, 4), (1, 4, 2), 1, 0, 1, 4),
-        Problem.make(3, 64, 4, (8, 1), 2, (1, 2), (1, 0)),
-    ],
-    ids=str,
+NARROW = (
+    Problem.make(3, 2, 1, (5, 1), (1, 5), (1, 2)),
+    Problem.make(2, 2, 1, (2, 1), (4, 3), (1, 3), (0, 1)),
+    Problem.make(1, 1, 16, (12, 1), 3, 3, 1),
+    Problem.make(1, 3, 9, (5, 1, 1), (1, 3, 4), (3, 1, 4), (0, 1, 1), 0, 1, 3),
+    Problem.make(2, 4, 8, (2, 8, 12), (3, 4, 4), (1, 4, 2), 1, 0, 1, 4),
+    Problem.make(3, 64, 4, (8, 1), 2, (1, 2), (1, 0)),
 )
-def test_gradients_of_narrow_images_are_sound(p: Problem, dtype: torch.dtype) -> None:
-    """PyTorch's own are not: they read unwritten memory, poisoned here."""
-    precision = "bf16" if dtype is torch.bfloat16 else "ieee"
-    p = p.with_(dtype=dtype, precision=precision, bias=True, layout="channels_last")
+"""Images whose gradients by PyTorch read unwritten memory, poisoned here."""
+DEEP = tuple(
+    Problem.make(1, *channels, (depth, 4, 4), (kernel, 1, 1), 1, (padding, 0, 0))
+    for channels in ((1, 2), (2, 2), (16, 16))
+    for depth, kernel, padding in ((4, 3, 2), (5, 4, 3), (6, 5, 3), (8, 7, 4))
+)
+"""The padding reaches half the depth: PyTorch's gradient for the weight is wrong (2.13, bfloat16, one thread)."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("p", NARROW + DEEP, ids=str)
+def test_gradients_that_pytorchs_operator_computes_wrongly_are_sound(p: Problem, dtype: torch.dtype) -> None:
+    p = p.with_(dtype=dtype, bias=True, layout="channels_last")
     x, w, b, g = operands(p)
     leaves = [t.clone().requires_grad_() for t in (x, w, b)]
     for _ in range(5):
-        poison = [torch.full((2**n,), 1e30) for n in range(3, 13) for _ in range(4)]
-        del poison
+        poison(dtype)
         out = OURS[p.rank](*leaves, p.stride, p.padding, p.output_padding, p.groups, p.dilation)
         assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("channels", [(1, 2), (2, 2), (16, 16)], ids=str)
-@pytest.mark.parametrize(("depth", "kernel", "padding"), [(4, 3, 2), (5, 4, 3), (6, 5, 3), (8, 7, 4)])
-def test_gradients_where_the_padding_reaches_half_the_depth(
-    one_thread: None, depth: int, kernel: int, padding: int, channels: tuple[int, int]
-) -> None:
-    """PyTorch's own gradient for the weight is wrong there, by as much as itself (2.13, bfloat16, one thread)."""
-    p = Problem.make(1, *channels, (depth, 4, 4), (kernel, 1, 1), 1, (padding, 0, 0), bias=True, dtype=torch.bfloat16,
-                     layout="channels_last")  # fmt: skip
-    x, w, b, g = operands(p)
-    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
-    out = upconv.conv_transpose3d(*leaves, p.stride, p.padding)
-    assert gradient_excess(p, torch.autograd.grad(out, leaves, g), g, x, w) <= 1

@@ -21,9 +21,6 @@ from upconv.cuda.wgrad import wgrad_search
 from upconv.derived import needs, varied
 from upconv.problem import Problem
 
-found: list[str] = []
-
-
 LAYERS = (
     Problem.make(4, 64, 96, (40, 72), 4, 2, 1, bias=True),
     Problem.make(4, 48, 30, (40, 71), (3, 5), (2, 3), 1, 1, 2),

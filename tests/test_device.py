@@ -11,31 +11,23 @@ import pytest
 import torch
 
 import ptxas
+from conftest import needs_nvrtc
 from upconv.bench.suites import parse_layer
 from upconv.cuda.compile import jit, nvrtc
 from upconv.cuda.gpu import H200
 
 pytest.importorskip("tree_sitter")
+from test_export import layer
 from upconv.export import device, fold, kernelbench_problem, passes, syntax
 from upconv.export.passes import Kernel
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-
-# Layers whose passes are served by every family and by both of a family's alignments.
-LAYERS = {
-    "strided": parse_layer("64,64,4,2,1", "4x64x32x32").with_(precision="tf32"),
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16", "layout": "channels_last"}
+LAYERS = {name: layer(name) for name in ("strided", "3-D", "depthwise", "few", "walk")} | {
     "grouped": parse_layer("32,64,(3,5),(2,3),(1,2),dilation=(2,1),groups=4", "4x32x64x64").with_(precision="tf32"),
-    "3-D": parse_layer("32,32,(3,5,7),2,(1,2,3),output_padding=1,groups=4", "2x32x6x12x24").with_(precision="ieee"),
-    "depthwise": parse_layer("64,64,4,2,1,groups=64", "4x64x33x40").with_(precision="tf32"),
-    "few": parse_layer("16,3,(4,4),stride=2,padding=1", "4x16x64x64").with_(precision="ieee"),
-    "walk": parse_layer("256,256,3,1,1,groups=256", "32x256x64x64").with_(precision="tf32"),
-    "image": parse_layer("56,1,9,stride=3,padding=4,output_padding=2", "2x56x32x32").with_(
-        dtype=torch.bfloat16, precision="bf16", layout="channels_last"
-    ),
-    "bf16": parse_layer("64,48,4,2,1", "8x64x32x32").with_(
-        dtype=torch.bfloat16, precision="bf16", layout="channels_last"
-    ),
+    "image": layer("image", **HALF),
+    "bf16": parse_layer("64,48,4,2,1", "8x64x32x32").with_(**HALF),
 }
+"""Layers whose passes are served by every family and by both of a family's alignments."""
 
 
 @cache

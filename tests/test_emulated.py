@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +17,8 @@ from drawn import DTYPES, FAMILIES, LAYOUTS, SCALAR, choices, gpus, varied
 from emulator import Emulator
 from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
-from upconv.cuda.axes import any_size
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
-from upconv.cuda.gemm import gather, gather_search
 from upconv.cuda.gpu import H200
 from upconv.cuda.prepared import PreparedBias
 from upconv.cuda.rearrange import rearranged, relayout
@@ -125,34 +120,6 @@ def test_matrices_are_turned_alike_before_hopper(emulator: Emulator) -> None:
     assert torch.equal(out[:, 0], out[:, 1]) and len(out[0, 0].unique()) == 128 and len(out[1, 0].unique()) == 65
 
 
-# --- what random draws seldom meet -----------------------------------------------------------------------------------
-
-
-def stored_by_the_copy_engine(rng: random.Random) -> Any:
-    p = Problem.make(2, 32, 64, (8, 24), 4, 2, 1, dtype=torch.float16)
-    layer, classes = any_size(p), gather_search.classes_of(p)
-    every = [t for t in gather_search.candidates(layer, H200, classes=classes, drained=True) if t.drained]
-    return gather.Choice(rng.choice(every), p, replace(H200, multiprocessors=2), Cost(1e-3))
-
-
-def chunks_of_a_cluster(rng: random.Random) -> Any:
-    p = Problem.make(2, 128, 16, (4, 16), 3, 1, 1, precision="tf32")
-    every = gather_search.candidates(any_size(p), H200, classes=gather_search.classes_of(p))
-    tiling = next(t for t in every if t.wgmma and t.chunks > 2 and t.split == 0)
-    return gather.Choice(replace(tiling, cluster=2).checked(H200.shared_bytes), p, H200, Cost(1e-3))
-
-
-SELDOM = (stored_by_the_copy_engine, chunks_of_a_cluster)
-
-
-@pytest.mark.parametrize("ways", SELDOM, ids=[of.__name__ for of in SELDOM])
-def test_what_random_draws_seldom_meet(ways: Callable[[random.Random], Any], emulator: Emulator) -> None:
-    """At once and late."""
-    choice = ways(random.Random(0))
-    for seed in (0, 3):
-        assert_computes(choice, emulator, seed)
-
-
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 NOTICED = r"are wrong|stored twice|wait for each other|arrivals|left before|outside|misaligned|beyond its integer"
@@ -188,11 +155,7 @@ FAULTS = {
         "",
     ),
     "unshuffle: a phase": ("unshuffle", r"u % C::stride_w - C::offset_w", "u % C::stride_w"),
-    "relayout: no barrier": (
-        "relayout",
-        r"= v\[k\];\s*\}\s*__syncthreads\(\);",
-        "= v[k]; }",
-    ),
+    "relayout: no barrier": ("relayout", r"= v\[k\];\s*\}\s*__syncthreads\(\);", "= v[k]; }"),
     "relayout: a unit's channels": ("relayout", r"EACH \+ e\)\[pixel\]", "EACH)[pixel]"),
 }
 """By what: a family, a pattern of its source and what is put there."""

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import upconv
-from conftest import by_turns, compiled_for_host
+from conftest import by_turns, compiled_for_host, needs_nvrtc
+from upconv import reference
 from upconv.bench.suites import SUITES, parse_layer
 from upconv.bench.timing import precision_flags
 from upconv.cli import app
-from upconv.cuda.compile import nvrtc
 from upconv.cuda.direct import costs, direct
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
@@ -62,7 +62,6 @@ const char* run_{0}(int grid, int threads, int shared, const char* arguments, in
   return machine::launch([] {{ machine::call({1}); }}, grid, threads, shared, arguments, together, seed);
 }}
 """
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason="what files leave out NVRTC says")
 MODELS = Path(__file__).parent.parent / "models"
 NUMBERS = signatures.KERNELBENCH
 # Layers whose passes are served by every kernel family and by both of a family's alignments.
@@ -167,28 +166,27 @@ def test_inputs_are_checked_in_a_sentence() -> None:
 def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils import cpp_extension
 
-    module = load(exported(72))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RuntimeError, match="PyTorch with CUDA"):
-        module["build"](True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    with pytest.raises(RuntimeError, match="nvcc"):
-        module["build"](True)
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/nowhere")
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: False)
-    with pytest.raises(RuntimeError, match="ninja"):
-        module["build"](True)
-    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    build = load(exported(72))["build"]
     monkeypatch.setenv("CXX", "no-such-compiler")
+    needed = (
+        (torch.version, "cuda", None, "13.0", "PyTorch with CUDA"),
+        (cpp_extension, "CUDA_HOME", None, "/nowhere", "nvcc"),
+        (cpp_extension, "is_ninja_available", lambda: False, lambda: True, "ninja"),
+    )
+    for owner, name, lacking, *_ in needed:
+        monkeypatch.setattr(owner, name, lacking)
+    for owner, name, _, there, words in needed:
+        with pytest.raises(RuntimeError, match=words):
+            build(True)
+        monkeypatch.setattr(owner, name, there)
     with pytest.raises(RuntimeError, match=r"C\+\+ compiler"):
-        module["build"](True)
+        build(True)
     given: dict[str, Any] = {}
     monkeypatch.setenv("CXX", f"{sys.executable} -O2")  # as `ccache g++`, which PyTorch takes too
     monkeypatch.setattr(cpp_extension, "load_inline", lambda **arguments: given.update(arguments) or given)
-    assert module["build"](True) is given and module["build"](True) is given
+    assert build(True) is given and build(True) is given
     assert "-gencode=arch=compute_90a,code=sm_90a" in given["extra_cuda_cflags"]
-    assert module["build"](False)["extra_cuda_cflags"] == ["-O3"]  # for whatever GPU there is
+    assert build(False)["extra_cuda_cflags"] == ["-O3"]  # for whatever GPU there is
 
 
 def test_flags_that_ask_for_ieee_are_not_answered_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,32 +349,26 @@ def test_maps_of_one_image_or_row_are_of_whole_tensors(text: str, shape: str) ->
 
 
 class FakeExtension:
-    """Computes a file's passes with PyTorch."""
+    """Computes a file's passes by the reference."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
 
+    def at(self, x: Tensor, *read: Tensor) -> Problem:
+        """The problem of an input's size."""
+        assert not any(t.is_neg() for t in read), "kernels read memory as it is"
+        return self.p.with_(batch=len(x), size=tuple(x.shape[2:]))
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
         """Results may be in the first columns of wider memory."""
-        found = self.convolve(x, weight, bias)
+        found = reference.forward(self.at(x, x, weight), x, weight, bias)
         out[..., : found.shape[-1]] = found
 
     def grad_input(self, grad: Tensor, weight: Tensor, out: Tensor, *_: Any) -> None:
-        self.derive(out, torch.zeros_like(out), lambda x: self.convolve(x, weight, None), grad)
+        out.copy_(reference.gradients(self.at(out, grad, weight), grad, out, weight)[0])
 
     def grad_weight(self, x: Tensor, grad: Tensor, out: Tensor, *_: Any) -> None:
-        self.derive(out, torch.zeros_like(out), lambda w: self.convolve(x, w, None), grad)
-
-    @staticmethod
-    def derive(out: Tensor, at: Tensor, call: Callable[[Tensor], Tensor], grad: Tensor) -> None:
-        with torch.enable_grad():
-            out.copy_(torch.autograd.grad(call(at.requires_grad_()), at, grad)[0])
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        p = self.p
-        assert not (x.is_neg() or weight.is_neg()), "kernels read memory as it is"
-        call: Any = getattr(nn.functional, f"conv_transpose{p.rank}d")
-        return call(x, weight, bias, p.stride, p.padding, p.output_padding, p.groups, p.dilation)  # type: ignore[no-any-return]
+        out.copy_(reference.gradients(self.at(x, x, grad), grad, x, out)[1])
 
 
 @cache
@@ -618,13 +610,12 @@ def test_other_layers_are_served_by_the_plain_kernels(
 def test_a_changed_weight_is_seen(faked: Callable[[Problem], dict[str, Any]]) -> None:
     """Also by a change which PyTorch does not count."""
     p = parse_layer("4,4,3,groups=4,bias=False", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    module = faked(p)
-    model, extension = module["ModelNew"]().double(), module["build"](True)
+    model = faked(p)["ModelNew"]().double()
     x = torch.randn(p.input_shape, dtype=torch.float64)
     weight = model.conv_transpose2d.weight
     for change in (lambda: weight.data.mul_(2), lambda: weight.detach().numpy().fill(0.5), lambda: None):
         with torch.no_grad():
-            torch.testing.assert_close(model(x), extension.convolve(x, weight, None))
+            torch.testing.assert_close(model(x), reference.forward(p, x, weight))
         change()
 
 
@@ -746,14 +737,14 @@ def test_a_pass_that_only_a_kernel_for_one_size_serves_has_the_plain_kernel() ->
 
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:
     module, path = nn.ConvTranspose2d(8, 4, 3), tmp_path / "x.py"
-    with pytest.raises(TypeError, match="ConvTranspose1d, ConvTranspose2d or ConvTranspose3d, got Sequential"):
-        upconv.export(nn.Sequential(module), None, path)
-    with pytest.raises(ValueError, match=r"8 channels, got shape \(1, 4, 9, 9\)"):
-        upconv.export(module, torch.zeros(1, 4, 9, 9), path)
-    with pytest.raises(ValueError, match=r"4 dimensions .* got shape \(8, 9, 9\)"):
-        upconv.export(module, (8, 9, 9), path)
-    with pytest.raises(ValueError, match=r"dtype torch.float32, got torch.float16"):
-        upconv.export(module, torch.zeros(1, 8, 9, 9, dtype=torch.float16), path)
+    for given, example, error, words in (
+        (nn.Sequential(module), None, TypeError, "ConvTranspose1d, ConvTranspose2d or ConvTranspose3d, got Sequential"),
+        (module, torch.zeros(1, 4, 9, 9), ValueError, r"8 channels, got shape \(1, 4, 9, 9\)"),
+        (module, (8, 9, 9), ValueError, r"4 dimensions .* got shape \(8, 9, 9\)"),
+        (module, torch.zeros(1, 8, 9, 9).half(), ValueError, r"dtype torch.float32, got torch.float16"),
+    ):
+        with pytest.raises(error, match=words):
+            upconv.export(given, example, path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"arch must be one of .*; got '70'"):
         upconv.export(module, None, path, arch="70")
     with pytest.raises(OSError):
@@ -848,22 +839,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return modules.__getitem__
 
 
-def _truth(p: Problem, model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output and gradients (input, weight, bias) in float64, on the CPU."""
-    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def _stepped(p: Problem, model: nn.Module, size: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    """A random input, its output, and the largest error of that and of the gradients, relative to float64's."""
+    x = torch.randn(*size, device="cuda", dtype=dtype, requires_grad=True)
+    y = model(x)
+    grad = torch.randn_like(y)
+    found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
     (layer_,) = model.children()
-    twin: Any = kinds[p.rank - 1](
-        p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, True, p.dilation,
-        dtype=torch.float64,
-    )  # fmt: skip
-    twin.load_state_dict(layer_.state_dict())
-    x = x.detach().cpu().double().requires_grad_()
-    y = twin(x)
-    return (y, *torch.autograd.grad(y, (x, twin.weight, twin.bias), grad.cpu().double()))
-
-
-def _relative(found: Tensor, truth: Tensor) -> float:
-    return float((found.cpu().double() - truth).norm() / truth.norm())
+    q, weight, bias = p.with_(batch=len(x), size=tuple(x.shape[2:])), layer_.weight, layer_.bias
+    truth = reference.forward(q, x, weight, bias), *reference.gradients(q, grad, x, weight)  # type: ignore[arg-type]
+    assert [t.shape for t in found] == [t.shape for t in truth]
+    return x.detach(), y.detach(), max(map(reference.relative_error, found, truth))
 
 
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-13, torch.bfloat16: 6e-3}
@@ -888,17 +874,12 @@ class TestOnGpu:
         for batch, size in shapes:
             if size == (1,) * p.rank and p.kernel[-1] <= 2 * p.padding[-1]:  # which leaves no output
                 continue
-            x = torch.randn(batch, p.in_channels, *size, device="cuda", dtype=dtype, requires_grad=True)
-            y = model(x)
-            grad = torch.randn_like(y)
-            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
-            for mine, truth, what in zip(found, _truth(p, model, x, grad), ("output", "input", "weight", "bias")):
-                assert mine.shape == truth.shape
-                assert _relative(mine, truth) < bound, (name, batch, size, what)
+            x, y, error = _stepped(p, model, (batch, p.in_channels, *size), dtype)
+            assert error < bound, (name, batch, size)
             with torch.no_grad():
                 assert torch.equal(model(x), y) and torch.equal(model(x), y)
             assert torch.equal(model(x[0]), model(x[:1])[0])
-            away = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(x).copy_(x.detach())
+            away = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(x).copy_(x)
             assert torch.equal(model(away), y)
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -909,23 +890,16 @@ class TestOnGpu:
             p = parse_layer(*OTHERS[rank])
             arguments = (p.in_channels, p.out_channels, p.kernel, p.stride, p.padding, p.output_padding, p.groups, True)
             model = built(name)["ModelNew"](*arguments, p.dilation).to("cuda", dtype)
-            x = torch.randn(p.input_shape, device="cuda", dtype=dtype, requires_grad=True)
-            y = model(x)
-            grad = torch.randn_like(y)
-            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
-            assert all(_relative(a, b) < bounds[dtype] for a, b in zip(found, _truth(p, model, x, grad), strict=True))
+            x, y, error = _stepped(p, model, p.input_shape, dtype)
+            assert error < bounds[dtype]
             with torch.no_grad():
                 assert torch.equal(model(x), y)
 
     def test_float32_as_ieee(self, built: Callable[[str], dict[str, Any]]) -> None:
         p = parse_layer(*ON_GPU["tensor cores"][:2])
         model = built("tensor cores")["ModelNew"](bias=True).cuda()
-        x = torch.randn(p.input_shape, device="cuda", requires_grad=True)
         with precision_flags("ieee"):
-            y = model(x)
-            grad = torch.randn_like(y)
-            found = (y, *torch.autograd.grad(y, (x, *model.parameters()), grad))
-        assert all(_relative(a, b) < 2e-6 for a, b in zip(found, _truth(p, model, x, grad)))
+            assert _stepped(p, model, p.input_shape, torch.float32)[2] < 2e-6
 
     def test_changed_weights_are_packed_again(self, built: Callable[[str], dict[str, Any]]) -> None:
         model = built("tensor cores")["ModelNew"](bias=False).cuda()

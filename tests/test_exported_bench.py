@@ -130,9 +130,11 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def row(folder: Path, factor: float = 1.0, slope: float = 1.0) -> dict[str, Any]:
+def row(folder: Path, factor: float = 1.0, slope: float = 1.0, end: str = "return y * FACTOR") -> dict[str, Any]:
+    """Of a file with these factors; ``end``: of its forward."""
     path = folder / "model_57.py"
-    path.write_text(FILE.replace("FACTOR", str(factor)).replace("SLOPE", str(slope)))
+    text = FILE.replace("return y * FACTOR", end)
+    path.write_text(text.replace("FACTOR", str(factor)).replace("SLOPE", str(slope)))
     return exported.row("kb57", path, CPU)
 
 
@@ -193,18 +195,14 @@ def test_the_command_reports_files(small: Path, slope: int) -> None:
 
 
 def test_a_file_that_calls_pytorchs_convolution_has_no_speed(small: Path) -> None:
-    path = small / "model_57.py"
-    path.write_text(FILE.replace("return y * FACTOR", "return torch.conv2d(x, w)").replace("SLOPE", "1"))
-    found = exported.row("kb57", path, CPU)
-    line = 1 + path.read_text().splitlines().index("        return torch.conv2d(x, w)")
+    found = row(small, end="return torch.conv2d(x, w)")
+    line = 1 + FILE.splitlines().index("        return y * FACTOR")
     assert found["failure"] == f"KernelBench would refuse model_57.py: line {line} has a convolution: torch.conv2d("
     assert found["ours_ms"] is None and found["rules"] == "do not"
 
 
 def test_a_file_that_cannot_run_does_not_cost_the_others(small: Path) -> None:
-    path = small / "model_57.py"
-    path.write_text(FILE.replace("return y * FACTOR", "raise RuntimeError('no nvcc here')").replace("SLOPE", "1"))
-    assert exported.row("kb57", path, CPU)["failure"] == "RuntimeError: no nvcc here"
+    assert row(small, end="raise RuntimeError('no nvcc here')")["failure"] == "RuntimeError: no nvcc here"
 
 
 def test_grouped_files_are_compared_as_ieee(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,10 +169,7 @@ LAST_BF16: dict[str, Any] = {"layout": "channels_last", "dtype": DTYPES["bf16"],
 
 @pytest.mark.parametrize(
     "p",
-    [
-        Problem.make(2, 64, 64, (8, 8), 64, 32, groups=64),
-        Problem.make(2, 8, 8, (8, 8), 33, 16, dtype=DTYPES["fp64"]),
-    ],
+    [Problem.make(2, 64, 64, (8, 8), 64, 32, groups=64), Problem.make(2, 8, 8, (8, 8), 33, 16, dtype=DTYPES["fp64"])],
     ids=str,
 )
 def test_a_weights_gradient_that_no_tile_fits_has_the_plain_kernel(p: Problem) -> None:

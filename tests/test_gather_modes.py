@@ -250,9 +250,7 @@ CHANNELS_LAST: Aspects = {
     "runs": lambda t: min(t.runs, 8),
     "sub-positions": lambda t: t.subs,
 }
-SHUFFLED: Aspects = {
-    "phases as rows": lambda t: (t.shuffle.ahead, any(t.shuffle.leads), t.channels_last),
-}
+SHUFFLED: Aspects = {"phases as rows": lambda t: (t.shuffle.ahead, any(t.shuffle.leads), t.channels_last)}
 STEPS: Aspects = {
     "straight": lambda t: t.straight and (len({first for first, _ in t.stretches}) < len(t.multiplied.variants),),
     "in rounds": lambda t: t.queued and (len(t.multiplied.variants) > 1,),
@@ -336,10 +334,7 @@ def named(head: str, aspects: Aspects) -> Aspects:
 ASPECTS = CALLS | of_cases(
     EVERY
     | only(lambda t: not t.channels_last and t.shuffle is None, NCHW)
-    | only(
-        lambda t: t.channels_last and t.shuffle is None,
-        named("channels_last", CHANNELS_LAST),
-    )
+    | only(lambda t: t.channels_last and t.shuffle is None, named("channels_last", CHANNELS_LAST))
     | only(lambda t: t.shuffle is not None, SHUFFLED)
     | only(lambda t: t.wgmma, named("steps", STEPS))
     | only(lambda t: t.drained, named("by the copy engine", DRAINED))

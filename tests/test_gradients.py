@@ -22,6 +22,7 @@ from situations import BF16, differences
 from standins import Data, Kernels, Weight
 from strategies import excess, gradient_excess, operands, problems
 from upconv import dispatch, reference
+from upconv.bench.timing import precision_flags
 from upconv.cuda import weights as packed
 from upconv.problem import Problem
 
@@ -41,8 +42,8 @@ def operator(*args: Any) -> Tensor:
     return out
 
 
-def leaves(p: Problem, mask: tuple[int, ...] = (1, 1, 1), seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, w, b, _ = operands(p, seed)
+def leaves(p: Problem, mask: tuple[int, ...] = (1, 1, 1)) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, w, b, _ = operands(p)
     found = [None if t is None else t.requires_grad_(bool(m)) for t, m in zip((x, w, b), mask)]
     return found[0], found[1], found[2]  # type: ignore[return-value]
 
@@ -137,34 +138,26 @@ def test_gradcheck_and_gradgradcheck(kernels: Kernels, p: Problem) -> None:
     kernels.ran()
 
 
-def _second(functions: Any, mask: tuple[int, ...], required: tuple[int, ...]) -> list[Tensor | None]:
+def _second(functions: Any, mask: tuple[int, ...]) -> list[Tensor | None]:
     """Gradients of a function of the gradients that ``mask`` asks for, for input, weight and the output's gradient."""
-    x, w, b = leaves(P, required)
+    x, w, b = leaves(P)
     seed = operands(P)[3].requires_grad_()
     wanted = [t for t, m in zip((x, w, b), mask) if m]
     first = torch.autograd.grad(call(P, x, w, b, functions), wanted, seed, create_graph=True)
     value: Any = sum((g.square() * (i + 1)).sum() for i, g in enumerate(first))
     # The sum of squares is a function of the first gradients alone, each of which is linear in what is left.
-    return list(torch.autograd.grad(value, [t for t in (x, w, seed) if t.requires_grad], allow_unused=True))
-
-
-def _assert_as_pytorchs(found: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        if a is None or b is None:
-            assert all(t is None or not t.any() for t in (a, b))
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())
+    return list(torch.autograd.grad(value, [x, w, seed], allow_unused=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("functions", (OURS, (None, operator, operator)), ids=("function", "operator"))
-def test_second_derivatives_of_some_gradients(
-    kernels: Kernels,
-    functions: Any,
-    mask: tuple[int, ...],
-) -> None:
+def test_second_derivatives_of_some_gradients(kernels: Kernels, functions: Any, mask: tuple[int, ...]) -> None:
     """All operands require gradients, and some are asked for."""
-    _assert_as_pytorchs(_second(functions, mask, (1, 1, 1)), _second(THEIRS, mask, (1, 1, 1)))
+    for a, b in zip(_second(functions, mask), _second(THEIRS, mask), strict=True):
+        if a is None or b is None:
+            assert all(t is None or not t.any() for t in (a, b))
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * b.abs().max().item())
 
 
 @pytest.fixture(params=(True, False), ids=("by the kernel", "by the engine"))
@@ -250,8 +243,6 @@ def test_a_gradient_penalty_under_autocast(dtype: torch.dtype, rounding: Kernels
 @contextmanager
 def ours_alone(precision: str) -> Iterator[None]:
     """The flags of a precision, and an error of calls that PyTorch would compute."""
-    from upconv.bench.timing import precision_flags
-
     with precision_flags(precision), upconv.strict(True):  # type: ignore[arg-type]
         yield
 

@@ -18,27 +18,9 @@ from upconv.cuda.gpu import gpu
 
 pytestmark = pytest.mark.usefixtures("cold")
 
-# Entries with static shared memory, without any, and with an array indexed at run time, which lives in local memory.
 SOURCE = """
-extern "C" __global__ void __launch_bounds__(128) reversed(float* x, int n) {
-    __shared__ float s[128];
-    s[threadIdx.x] = x[threadIdx.x];
-    __syncthreads();
-    x[threadIdx.x] = s[127 - threadIdx.x] * n;
-}
+extern "C" __global__ void reversed(float* x) { x[threadIdx.x] = x[blockDim.x - threadIdx.x]; }
 extern "C" __global__ void plain(float* x) { x[threadIdx.x] += 1; }
-extern "C" __global__ void dynamic(float* x) {
-    extern __shared__ float d[];
-    d[threadIdx.x] = x[threadIdx.x];
-    __syncthreads();
-    x[threadIdx.x] = d[blockDim.x - 1 - threadIdx.x];
-}
-extern "C" __global__ void local(double* x, int n) {
-    double a[40];
-    for (int i = 0; i < 40; i++) a[i] = x[i];
-    for (int i = 0; i < n; i++) a[i * n % 40] += n;
-    x[0] = a[n % 40];
-}
 """
 
 

@@ -25,10 +25,7 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.gpu import gpu
 from upconv.problem import Layout, Pass, Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WINDOW = 12
 BOUND = 5e-3

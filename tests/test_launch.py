@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 import time
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,32 +35,24 @@ FORMS = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x"}
 MOST_SHARED = 232448
 
 
-class Code(int):
-    """A driver's error code; false when all is right, as the bindings' are."""
+class Result(IntEnum):
+    """The driver's answers; false when all is right, as the bindings' are."""
 
-    name = "CUDA_SUCCESS"
-
-
-def code(value: int, name: str) -> Code:
-    found = Code(value)
-    found.name = name
-    return found
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE = 720
 
 
-SUCCESS = Code(0)
+SUCCESS = Result.CUDA_SUCCESS
 STREAM = "stream"
-RESULTS = SimpleNamespace(
-    CUDA_ERROR_OUT_OF_MEMORY=code(2, "CUDA_ERROR_OUT_OF_MEMORY"),
-    CUDA_ERROR_INVALID_CONTEXT=code(201, "CUDA_ERROR_INVALID_CONTEXT"),
-    CUDA_ERROR_INVALID_VALUE=code(1, "CUDA_ERROR_INVALID_VALUE"),
-    CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE=code(720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
-)
 
 
 class Driver:
     """Takes the place of the bindings: records the calls, and reads a launch's arguments as the driver would."""
 
-    CUresult = RESULTS
+    CUresult = Result
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="optin")
     CUfunction_attribute = SimpleNamespace(
         CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic"
@@ -70,7 +63,7 @@ class Driver:
         self.arguments = ""
         self.calls: list[tuple[Any, ...]] = []
         self.launches: list[tuple[Any, ...]] = []
-        self.answers: list[Code] = []
+        self.answers: list[Result] = []
         self.delay = 0.0
         self.mode = "global"
 
@@ -84,7 +77,7 @@ class Driver:
         self.calls.append(("CUstream", handle))
         return ("stream", handle)
 
-    def cuLaunchKernel(self, function: Any, *numbers: Any) -> tuple[Code]:
+    def cuLaunchKernel(self, function: Any, *numbers: Any) -> tuple[Result]:
         *shape, stream, pointers, extra = numbers
         answer = self.answers.pop(0) if self.answers else SUCCESS
         if not answer:
@@ -97,11 +90,11 @@ class Driver:
             self.launches.append((function, tuple(shape), stream, tuple(values), extra))
         return (answer,)
 
-    def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Code]:
+    def cuLaunchCooperativeKernel(self, *arguments: Any) -> tuple[Result]:
         self.calls.append(("cuLaunchCooperativeKernel", *arguments))
         return (self.answers.pop(0) if self.answers else SUCCESS,)
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Code, str]:
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[Result, str]:
         old, self.mode = self.mode, mode
         return SUCCESS, old
 
@@ -158,7 +151,7 @@ def test_a_cooperative_launch_is_another_call_of_the_drivers(driver: Driver) -> 
     assert made[1:10] == (("function", 77), 132, 1, 1, 384, 1, 1, 2048, STREAM) and len(made) == 11
     assert not driver.launches, "an ordinary launch"
     for error, kind in (("COOPERATIVE_LAUNCH_TOO_LARGE", TooManyBlocks), ("INVALID_VALUE", LaunchError)):
-        driver.answers = [getattr(RESULTS, f"CUDA_ERROR_{error}")]
+        driver.answers = [Result[f"CUDA_ERROR_{error}"]]
         with pytest.raises(LaunchError, match=error) as raised:
             launch(STREAM, 132, (3, 7))
         assert type(raised.value) is kind
@@ -174,24 +167,18 @@ VALUES = {
 
 @settings(max_examples=100)
 @given(data=st.data(), runs=st.lists(st.tuples(st.text("Piqf", max_size=8), st.booleans()), max_size=4))
-def test_every_argument_arrives(data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
-    stub = Driver()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(driver_module, "bindings", lambda: stub)
-    try:
-        stub.arguments = "".join(letters for letters, _ in runs)
-        forms = "".join(f"{8 * len(letters)}s" if whole else form(letters) for letters, whole in runs)
-        launch = Launcher(Kernel("f", 77), 0, 128, 0, forms)
-        for _ in range(2):  # the second time into memory that holds the first one's
-            expected, arguments = list[Any](), list[Any]()
-            for letters, whole in runs:
-                values = [data.draw(VALUES[letter]) for letter in letters]
-                expected += values
-                arguments += [struct.pack("<" + form(letters), *values)] if whole else values
-            launch(STREAM, 1, tuple(arguments))
-            assert stub.launches[-1][3] == tuple(expected)
-    finally:
-        patch.undo()
+def test_every_argument_arrives(driver: Driver, data: st.DataObject, runs: list[tuple[str, bool]]) -> None:
+    driver.arguments = "".join(letters for letters, _ in runs)
+    forms = "".join(f"{8 * len(letters)}s" if whole else form(letters) for letters, whole in runs)
+    launch = Launcher(Kernel("f", 77), 0, 128, 0, forms)
+    for _ in range(2):  # the second time into memory that holds the first one's
+        expected, arguments = list[Any](), list[Any]()
+        for letters, whole in runs:
+            values = [data.draw(VALUES[letter]) for letter in letters]
+            expected += values
+            arguments += [struct.pack("<" + form(letters), *values)] if whole else values
+        launch(STREAM, 1, tuple(arguments))
+        assert driver.launches[-1][3] == tuple(expected)
 
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:
@@ -229,10 +216,10 @@ def test_a_source_is_loaded_once_for_all_its_entries(driver: Driver, cold: Path)
 
 def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
     launch = launcher(driver, "i", 2048, 99)
-    driver.answers = [RESULTS.CUDA_ERROR_INVALID_VALUE]
+    driver.answers = [Result.CUDA_ERROR_INVALID_VALUE]
     with pytest.raises(LaunchError, match=r"launch of f .* 7, .* 2048 .* 99 .* cuda:0 .* CUDA_ERROR_INVALID_VALUE$"):
         launch(STREAM, 7, (1,))
-    driver.answers = [RESULTS.CUDA_ERROR_OUT_OF_MEMORY]
+    driver.answers = [Result.CUDA_ERROR_OUT_OF_MEMORY]
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         launch(STREAM, 7, (1,))
     launch(STREAM, 7, (2,))
@@ -242,11 +229,11 @@ def test_an_error_names_the_launch_and_cudas_code(driver: Driver) -> None:
 def test_a_thread_without_a_context_gets_the_devices_and_launches_again(driver: Driver) -> None:
     launch = launcher(driver, "i")
     launch(STREAM, 1, (1,))
-    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT]
+    driver.answers = [Result.CUDA_ERROR_INVALID_CONTEXT]
     launch(STREAM, 1, (2,))
     assert ("cuCtxSetCurrent", "primary context") in driver.calls
     assert [found[3] for found in driver.launches] == [(1,), (2,)]
-    driver.answers = [RESULTS.CUDA_ERROR_INVALID_CONTEXT] * 2
+    driver.answers = [Result.CUDA_ERROR_INVALID_CONTEXT] * 2
     with pytest.raises(LaunchError, match="CUDA_ERROR_INVALID_CONTEXT"):
         launch(STREAM, 1, (3,))
 

@@ -19,17 +19,6 @@ from situations import differences
 from twins import WAYS, assert_computed, assert_same_step, copies, image, lines_of, twins
 from upconv import modules
 
-NAMES = [f"ConvTranspose{rank}d" for rank in (1, 2, 3)]
-
-
-def pair(rank: int, *args: Any, lazy: bool = False, **kwargs: Any) -> tuple[Any, Any]:
-    """The same layer of upconv and of torch.nn, built under the same seed."""
-    made = []
-    for home in (upconv, nn):
-        torch.manual_seed(1)
-        made.append(getattr(home, f"{'Lazy' * lazy}ConvTranspose{rank}d")(*args, **kwargs))
-    return made[0], made[1]
-
 
 def assert_same_parameters(ours: nn.Module, theirs: nn.Module) -> None:
     assert list(ours.state_dict()) == list(theirs.state_dict())
@@ -52,7 +41,7 @@ LAYERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kwargs", LAYERS, ids=str)
 def test_construction_is_torchs(rank: int, kwargs: dict[str, Any]) -> None:
     """And state dicts load both ways."""
-    ours, theirs = pair(rank, 4, 8, 3, **kwargs)
+    ours, theirs = twins("class", rank, 4, 8, 3, **kwargs)
     assert_same_parameters(ours, theirs)
     assert repr(ours) == repr(theirs) and ours.__constants__ == theirs.__constants__
     assert isinstance(ours, type(theirs))
@@ -138,9 +127,9 @@ def test_copies_are_the_same_layer(rank: int, way: str, copied: Callable[[Any], 
 @RANKS
 @pytest.mark.parametrize("kwargs", ({}, {"stride": 2, "groups": 2, "bias": False}, {"dtype": torch.float64}), ids=str)
 def test_lazy_layers_become_ours(rank: int, kwargs: dict[str, Any]) -> None:
-    ours, theirs = pair(rank, 6, 3, lazy=True, **kwargs)
+    ours, theirs = twins("class", rank, 6, 3, lazy=True, **kwargs)
     assert repr(ours) == repr(theirs) and "(0, 6" in repr(ours)
-    full = getattr(upconv, NAMES[rank - 1])
+    full = getattr(upconv, f"ConvTranspose{rank}d")
     assert isinstance(ours, full) and isinstance(ours, type(theirs)) and ours.has_uninitialized_params()
     x = image(rank, dtype=kwargs.get("dtype", torch.float32))
     for layer in (ours, theirs):

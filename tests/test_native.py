@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from driver import LoggedData, LoggedWeight, Machine
 from situations import differences
 from situations.processes import in_threads
 from standins import Kernels
-from test_calls import OTHERS, WITHIN, called, changed
+from test_calls import called, random_calls
 from upconv import convolutions, dispatch, modules, ops
 from upconv.cpu import memory_format
 from upconv.cuda import recording, weights
@@ -135,14 +135,8 @@ def test_random_calls_are_what_python_computes(seed: int, machine: Machine, monk
     """Plain calls, which are replayed in the end, and any others in between; also autocast's, with float32 weights."""
     monkeypatch.setattr(dispatch, "ROUNDING", ("cpu",))
     rng, replayed = random.Random(seed), 0
-    layers = [upconv.ConvTranspose2d(4, 6, 3, stride, 1, bias=bias) for stride, bias in ((1, True), (2, False))]
-    for _ in range(120):
-        layer = rng.choice(layers)
-        x: Any = torch.randn(2, 4, 5, 6)
-        x = rng.choice(OTHERS)(x) if rng.random() < 0.2 else x.requires_grad_(rng.random() < 0.5)
-        if rng.random() < 0.02:
-            changed(layer, rng)
-        with rng.choice(WITHIN)() if rng.random() < 0.3 else nullcontext():
+    for layer, x, context in random_calls(rng, 120, 0.2, 0.02, 0.3):
+        with context:
             found = called(layer, x, None)
             with in_python(), monkeypatch.context() as m:
                 m.setattr(calls, "seen", {})
@@ -522,17 +516,10 @@ def test_threads_replay_at_once(machine: Machine) -> None:
 
 @pytest.mark.parametrize("theirs", ("never", "fwd", "grad-input", "grad-weight"))
 def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
-    machine: Machine,
-    stand_ins: Kernels,
-    theirs: str,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine, stand_ins: Kernels, theirs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convolutions, "faster", lambda plan, pass_, *_: pass_ != theirs)
-
-    def make() -> nn.Module:
-        return upconv.accelerate(nn.Conv2d(5, 6, 3, 2, 1), convolutions=True)
-
-    layers = Layers(make)
+    layers = Layers(lambda: upconv.accelerate(nn.Conv2d(5, 6, 3, 2, 1), convolutions=True))
     x = torch.randn(2, 5, 7, 8)
     for _ in range(5):
         layers.alike(x)
@@ -547,9 +534,8 @@ def test_plain_convolutions_are_replayed_with_pytorchs_passes_too(
 # --- the library ------------------------------------------------------------------------------------------------------
 
 
-def test_a_process_waits_for_another_that_compiles_the_library(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_for_another_that_compiles_the_library(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not for ever."""
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "_load", lambda path: path.read_bytes()[:7])
     monkeypatch.setattr(native, "_compiled", lambda: b"library" * 9)
     begin = time.monotonic()
@@ -585,11 +571,8 @@ def test_a_refused_launch_leaves_no_layer_to_python_for_ever(machine: Machine) -
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+def compiler(cold: Path, no_library: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
     """A process in which nothing was compiled yet, and the compiler is a script."""
-    monkeypatch.setenv("UPCONV_CACHE_DIR", str(tmp_path / "cache"))
-    for name, value in (("_module", None), ("_builder", None), ("_done", threading.Event()), ("_reason", "")):
-        monkeypatch.setattr(native, name, value)
     monkeypatch.setattr(native, "_python_headers", lambda: tmp_path)
     (tmp_path / "Python.h").touch()
 

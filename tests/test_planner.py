@@ -33,25 +33,39 @@ def layer(case: str, dtype: torch.dtype, layout: str = "nchw", **changes: object
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "layout", "forward"),
+    ("case", "dtype", "layout", "forward", "backward"),
     [
-        ("A", torch.float32, "nchw", "native"),  # the bias loop is less than a third of it
-        ("A", torch.bfloat16, "nchw", "flip"),
-        ("groups32", torch.float32, "nchw", "unbiased"),
-        ("C", torch.bfloat16, "channels_last", "shuffle"),
-        ("C", torch.float64, "nchw", "native"),
-        ("GAN4", torch.float32, "channels_last", "native"),
-        ("depthwise", torch.bfloat16, "nchw", "wide"),
-        ("depthwise", torch.bfloat16, "channels_last", "native"),  # of few images, each in float32 takes memory
+        ("A", torch.float32, "nchw", "native", "native"),  # the bias loop is less than a third of it
+        ("A", torch.float32, "channels_last", "native", "native"),
+        ("A", torch.bfloat16, "nchw", "flip", "native"),
+        ("groups32", torch.float32, "nchw", "unbiased", "native"),
+        ("C", torch.bfloat16, "channels_last", "shuffle", "native"),
+        ("C", torch.float64, "nchw", "native", "native"),
+        ("GAN4", torch.float32, "channels_last", "native", "native"),
+        ("depthwise", torch.bfloat16, "nchw", "wide", "native"),
+        (
+            "depthwise",
+            torch.bfloat16,
+            "channels_last",
+            "native",
+            "native",
+        ),  # of few images, each in float32 takes memory
+        # Gradients are split where the bias is slow.
+        ("UNET", torch.float32, "channels_last", "native", "split"),
+        ("3->5 s2", torch.bfloat16, "channels_last", "native", "split"),
     ],
 )
-def test_choices(case: str, dtype: torch.dtype, layout: str, forward: str) -> None:
-    plan = planner.plan(layer(case, dtype, layout), ONEDNN)
-    assert plan.forward == forward
+def test_choices(case: str, dtype: torch.dtype, layout: str, forward: str, backward: str) -> None:
+    plan, step = (planner.plan(layer(case, dtype, layout, pass_=pass_), ONEDNN) for pass_ in ("fwd", "step"))
+    assert plan.forward == step.forward == forward and step.backward == backward
     assert plan.engine("fwd") == ("torch" if forward == "native" else f"cpu:{forward}")
     assert [c.name for c in plan.candidates if c.chosen] == [forward]
+    assert [c.name for c in step.candidates if c.chosen] == [forward, f"backward {backward}"]
     assert {c.name for c in plan.candidates} == set(cpu.FORWARD_PLANS)
     assert all(c.reason for c in plan.candidates)
+    bare = planner.plan(layer(case, dtype, layout, bias=False), ONEDNN)
+    deep = planner.plan(Problem.make(1, 64, 64, (6, 6, 8), 3, 2, bias=True, layout="channels_last"), ONEDNN)
+    assert bare.backward == deep.backward == "native"
 
 
 def test_a_batch_of_many_images_is_computed_in_float32_one_by_one() -> None:
@@ -83,24 +97,6 @@ def test_layers_that_no_plan_makes_faster_are_pytorchs(p: Problem, dtype: torch.
     p = p.with_(dtype=dtype, precision=PRECISIONS[dtype][0], layout=layout if p.rank > 1 else "nchw")
     device = Device("cpu", 2, frozenset({torch.float32, *cpu.HALF}))
     assert planner.plan(p, device).forward == "native"
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype", "layout", "backward"),
-    [
-        ("A", torch.float32, "nchw", "native"),
-        ("A", torch.float32, "channels_last", "native"),
-        ("UNET", torch.float32, "channels_last", "split"),
-        ("3->5 s2", torch.bfloat16, "channels_last", "split"),
-    ],
-)
-def test_gradients_are_split_where_the_bias_is_slow(case: str, dtype: torch.dtype, layout: str, backward: str) -> None:
-    plan = planner.plan(layer(case, dtype, layout, pass_="step"), ONEDNN)
-    assert plan.backward == backward
-    assert [c.name for c in plan.candidates if c.chosen] == [plan.forward, f"backward {backward}"]
-    bare = planner.plan(layer(case, dtype, layout, bias=False), ONEDNN)
-    deep = planner.plan(Problem.make(1, 64, 64, (6, 6, 8), 3, 2, bias=True, layout="channels_last"), ONEDNN)
-    assert bare.backward == deep.backward == "native"
 
 
 @pytest.mark.parametrize("large", [1, 1000, 10**6, 2**31, 2**63 - 1])

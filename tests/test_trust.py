@@ -79,7 +79,9 @@ def test_links_are_followed_step_by_step(below: Path, cold: Path, relative: bool
     assert f"{cold / 'a'} (mode 0777)" in str(trust.insecure(way)).replace("between/../", "")
 
 
-def test_nothing_is_loaded_from_below_a_directory_of_all(below: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_loaded_from_below_a_directory_of_all(
+    below: Path, no_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither a library that lies there nor one that is compiled; kernels are kept, which run on the GPU alone."""
     monkeypatch.setenv("UPCONV_CACHE_DIR", str(below))
     monkeypatch.delenv("UPCONV_NATIVE", raising=False)
@@ -88,8 +90,6 @@ def test_nothing_is_loaded_from_below_a_directory_of_all(below: Path, monkeypatc
     below.parents[1].chmod(0o777)
     reason = f"others may write to {below.parents[1]} (mode 0777), on the way to {below}"
     loaded: list[Path] = []
-    for name, value in (("_module", None), ("_builder", None), ("_done", native.threading.Event()), ("_reason", "")):
-        monkeypatch.setattr(native, name, value)
     monkeypatch.setattr(native, "_load", loaded.append)
     monkeypatch.setattr(native, "_compiled", lambda: loaded.append(below) or b"")
     assert native.off() == native.state() == reason

@@ -18,12 +18,14 @@ WAYS = pytest.mark.parametrize("way", ("accelerated", "class"))
 """A layer of torch.nn's that is accelerated, and one of upconv's own class."""
 
 
-def twins(way: str, rank: int, *args: Any, prepare: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
+def twins(
+    way: str, rank: int, *args: Any, prepare: Callable[[Any], Any] | None = None, lazy: bool = False, **kwargs: Any
+) -> Any:
     """(ours, torch.nn's) with the same parameters; ``prepare`` changes a layer before it is accelerated."""
     made = []
     for home in (upconv if way == "class" else nn, nn):
         torch.manual_seed(0)
-        layer = getattr(home, f"ConvTranspose{rank}d")(*args, **kwargs).eval()
+        layer = getattr(home, f"{'Lazy' * lazy}ConvTranspose{rank}d")(*args, **kwargs).eval()
         made.append(layer if prepare is None else prepare(layer))
     return (upconv.accelerate(made[0]) if way == "accelerated" else made[0]), made[1]
 

@@ -140,22 +140,15 @@ template <class V, class W> static V atomicAdd(V* to, W v) {
 template <class V> static V __ldg(const V* from) { return *from; }
 template <class V> static V __ldcg(const V* from) { return *from; }
 template <class V> static V __ldcs(const V* from) { return *from; }
-static double __hiloint2double(int high, int low) {
-  const u64 bits = (u64)(u32)high << 32 | (u32)low;
-  double v;
-  memcpy(&v, &bits, 8);
-  return v;
+template <class To, class From> static To same_bits(From v) {
+  static_assert(sizeof(To) == sizeof v, "of one size");
+  To to;
+  memcpy(&to, &v, sizeof v);
+  return to;
 }
-static u32 __float_as_uint(float v) {
-  u32 u;
-  memcpy(&u, &v, 4);
-  return u;
-}
-static float __uint_as_float(u32 u) {
-  float v;
-  memcpy(&v, &u, 4);
-  return v;
-}
+static double __hiloint2double(int high, int low) { return same_bits<double>((u64)(u32)high << 32 | (u32)low); }
+static u32 __float_as_uint(float v) { return same_bits<u32>(v); }
+static float __uint_as_float(u32 u) { return same_bits<float>(u); }
 static float fmaf(float a, float b, float c) { return a * b + c; }
 static double fma(double a, double b, double c) { return a * b + c; }
 

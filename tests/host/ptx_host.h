@@ -153,18 +153,8 @@ static u32 to_tf32(float v) {
 }
 static u32 to_tf32_quick(float v) { return to_tf32(v); }
 static u32 low_part(float v, u32 high) { return (high & 0x7f800000u) == 0x7f800000u ? 0u : to_tf32(v - __uint_as_float(high)); }
-static u32 half_bits(float v) {
-  const _Float16 h = (_Float16)v;
-  u16 u;
-  memcpy(&u, &h, 2);
-  return u;
-}
-static float half_value(u32 bits) {
-  const u16 u = (u16)bits;
-  _Float16 h;
-  memcpy(&h, &u, 2);
-  return (float)h;
-}
+static u32 half_bits(float v) { return same_bits<u16>((_Float16)v); }
+static float half_value(u32 bits) { return (float)same_bits<_Float16>((u16)bits); }
 static u32 bfloat_bits(float v) {
   const u32 u = __float_as_uint(v);
   return v != v ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
