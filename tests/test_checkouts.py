@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import printed
 from upconv.bench.timing import operands
 from upconv.cuda.compile import jit
 from upconv.problem import Problem
@@ -45,8 +45,7 @@ def test_code_and_constants_count_and_text_does_not() -> None:
 def test_a_checkout_is_the_same_as_itself(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     given = ["--plan", str(path), "--codes", "--reports", "tf32", "--cases", "dcganO,bil21"]
-    done = subprocess.run([sys.executable, checkouts.__file__, str(ROOT), *given], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(checkouts.__file__, ROOT, *given)
     found = json.loads(path.read_text())
     assert [one["row"] for one in found] == ["tf32 dcganO fwd", "field-tf32 bil21 fwd"]
     assert not any(one["time"] for one in found)

@@ -327,27 +327,32 @@ def test_maps_of_one_image_or_row_are_of_whole_tensors(text: str, shape: str) ->
 # --- autograd, with PyTorch's operators in the kernels' place --------------------------------------------------------
 
 
+SMALL = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
+
+
 class FakeExtension:
-    """Computes a file's passes by the reference."""
+    """Computes a file's passes by the reference, and notes what they read."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
+        self.read: list[tuple[str, tuple[Tensor, ...]]] = []
 
-    def at(self, x: Tensor, *read: Tensor) -> Problem:
+    def noted(self, name: str, x: Tensor, *read: Tensor) -> Problem:
         """The problem of an input's size."""
         assert not any(t.is_neg() for t in read), "kernels read memory as it is"
+        self.read.append((name, read))
         return self.p.with_(batch=len(x), size=tuple(x.shape[2:]))
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
         """Results may be in the first columns of wider memory."""
-        found = reference.forward(self.at(x, x, weight), x, weight, bias)
+        found = reference.forward(self.noted("forward", x, x, weight), x, weight, bias)
         out[..., : found.shape[-1]] = found
 
     def grad_input(self, grad: Tensor, weight: Tensor, out: Tensor, *_: Any) -> None:
-        out.copy_(reference.gradients(self.at(out, grad, weight), grad, out, weight)[0])
+        out.copy_(reference.gradients(self.noted("grad_input", out, grad, weight), grad, out, weight)[0])
 
     def grad_weight(self, x: Tensor, grad: Tensor, out: Tensor, *_: Any) -> None:
-        out.copy_(reference.gradients(self.at(x, x, grad), grad, x, out)[1])
+        out.copy_(reference.gradients(self.noted("grad_weight", x, x, grad), grad, x, out)[1])
 
 
 @cache
@@ -421,29 +426,22 @@ def test_first_and_second_gradients(text: str, faked: Callable[[Problem], dict[s
 
 
 def test_gradients_that_nobody_asked_for_are_not_computed(faked: Callable[[Problem], dict[str, Any]]) -> None:
-    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    module = faked(p)
-    model = module["ModelNew"]().double()
-    calls: list[str] = []
-    for name in ("grad_input", "grad_weight"):
-        whole = getattr(module["fake"], name)
-        setattr(module["fake"], name, lambda *given, name=name, whole=whole: calls.append(name) or whole(*given))
-    model(torch.randn(p.input_shape, dtype=torch.float64)).sum().backward()
-    assert calls == ["grad_weight"]
+    module = faked(SMALL)
+    model, read = module["ModelNew"]().double(), module["fake"].read
+    model(torch.randn(SMALL.input_shape, dtype=torch.float64)).sum().backward()
     model.requires_grad_(False)
-    model(torch.randn(p.input_shape, dtype=torch.float64, requires_grad=True)).sum().backward()
-    assert calls == ["grad_weight", "grad_input"]
-    assert not model(torch.zeros(p.input_shape, dtype=torch.float64)).requires_grad
+    model(torch.randn(SMALL.input_shape, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert [name for name, _ in read] == ["forward", "grad_weight", "forward", "grad_input"]
+    assert not model(torch.zeros(SMALL.input_shape, dtype=torch.float64)).requires_grad
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32))  # the fast kernels', and the plain ones'
 def test_negated_views_are_resolved(dtype: torch.dtype, faked: Callable[[Problem], dict[str, Any]]) -> None:
     """Their memory has the other sign: of inputs, weights and gradients."""
-    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    model = faked(p)["ModelNew"]().to(dtype)
+    model = faked(SMALL)["ModelNew"]().to(dtype)
     theirs = nn.ConvTranspose2d(4, 6, 3).to(dtype)
     theirs.load_state_dict(model.conv_transpose2d.state_dict())
-    x = torch.randn(p.input_shape, dtype=dtype, requires_grad=True)
+    x = torch.randn(SMALL.input_shape, dtype=dtype, requires_grad=True)
     found = []
     for layer_ in (model, theirs):
         names = dict(layer_.named_parameters())
@@ -459,10 +457,9 @@ def test_negated_views_are_resolved(dtype: torch.dtype, faked: Callable[[Problem
 
 
 def test_torch_func_gives_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:
-    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    model = faked(p)["ModelNew"]().double()
+    model = faked(SMALL)["ModelNew"]().double()
     parameters = dict(model.named_parameters())
-    x = torch.randn(p.input_shape, dtype=torch.float64)
+    x = torch.randn(SMALL.input_shape, dtype=torch.float64)
 
     def loss(values: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, values, (x,)).square().sum()  # type: ignore[no-any-return]
@@ -487,8 +484,7 @@ def test_under_autocast_inputs_are_cast_to_the_weights_dtype(faked: Callable[[Pr
 
 
 def test_an_empty_batch_has_an_output_and_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:
-    p = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp64")
-    model = faked(p)["ModelNew"]().double()
+    model = faked(SMALL)["ModelNew"]().double()
     y = model(torch.zeros(0, 4, 5, 6, dtype=torch.float64, requires_grad=True))
     y.sum().backward()
     assert y.shape == (0, 6, 7, 8)
@@ -501,17 +497,7 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
     p = parse_layer("64,64,(3,4),stride=(1,2),padding=1", "8x64x64x64").with_(precision="tf32")
     found = {k.name: k.multiples for k in passes.kernels(p, H200)}
     assert found == {"forward": (4, 1), "grad_input": (4, 1), "grad_weight": (4, 4)}
-    module, read = faked(p), dict[str, list[int]]()
-    for name, tensors in (("forward", 1), ("grad_input", 1), ("grad_weight", 2)):
-        of = found[name]
-        whole = getattr(FakeExtension, name)
-
-        def checked(*given: Any, name: str = name, whole: Any = whole, of: Any = of, tensors: int = tensors) -> None:
-            assert all(t.stride(-2) % m == 0 for t, m in zip(given[:tensors], of))
-            read[name] = [t.data_ptr() for t in given[:tensors]]
-            whole(module["fake"], *given)
-
-        setattr(module["fake"], name, checked)
+    module = faked(p)
     model = module["ModelNew"]()
     x = torch.randn(2, 64, 12, width, requires_grad=True)
     theirs = nn.ConvTranspose2d(64, 64, (3, 4), (1, 2), 1)
@@ -523,7 +509,10 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
         (wanted, *torch.autograd.grad(wanted, (x, *theirs.parameters()), grad)),
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert read["grad_weight"] == read["forward"] + read["grad_input"], "one copy is read by two kernels"
+    read = dict(module["fake"].read)
+    assert all(t.stride(-2) % m == 0 for name, of in found.items() for t, m in zip(read[name], of))
+    both = [read[name][0].data_ptr() for name in ("forward", "grad_input")]
+    assert [t.data_ptr() for t in read["grad_weight"]] == both, "one copy is read by two kernels"
 
 
 @pytest.mark.parametrize("kernel,columns,cut", ((5, 16, 12), (11, 16, 4), (21, 32, 12), (15, 16, 0), (21, 16, 0)))
@@ -537,13 +526,7 @@ def test_rows_longer_than_the_kernels_are_cut(
     assert planned is not None and planned.family == "joined"
     (forward,) = passes.kernels(p, H200, forward_only=True)
     assert (forward.columns, forward.columns and forward.cut) == ((columns, cut) if cut else (0, 0))
-    module, widths = faked(p), list[int]()
-
-    def checked(x: Tensor, *given: Any) -> None:
-        widths.append(x.shape[-1])
-        FakeExtension.forward(module["fake"], x, *given)
-
-    module["fake"].forward = checked
+    module = faked(p)
     model = module["ModelNew"]()
     theirs = nn.ConvTranspose2d(64, 64, (3, kernel), padding=(1, 0))
     theirs.load_state_dict(model.conv_transpose2d.state_dict())
@@ -551,7 +534,7 @@ def test_rows_longer_than_the_kernels_are_cut(
         x = torch.randn(2, 64, 3, width)
         with torch.no_grad():
             torch.testing.assert_close(model(x), theirs(x), rtol=1e-4, atol=1e-4)
-    assert max(widths) == (columns if cut else 3 * columns + 5)
+    assert max(x.shape[-1] for _, (x, _) in module["fake"].read) == (columns if cut else 3 * columns + 5)
 
 
 OTHERS = {

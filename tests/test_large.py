@@ -38,23 +38,30 @@ CORNER = 40  # positions along each axis that have numbers
 COMPARED = 16  # elements at a result's ends
 PLAIN_SWEEP = 2**20 * 256  # results that the plain kernels' threads have at a time
 
-# batch, channels, groups, size, kernel, stride, padding
-LARGE: dict[str, tuple[int, int, int, tuple[int, ...], int, int, int]] = {
-    "images": (70, 32, 1, (512, 512), 4, 2, 1),
-    "a plane": (1, 8, 1, (16_500, 16_503), 3, 1, 1),
-    "a channel": (1, 1, 1, (23_200, 23_200), 4, 2, 1),
-    "a row": (1, 16, 1, (1, 2**27 + 24), 3, 1, 1),
-    "long rows": (2, 1, 1, (1, 2**31 - 2**20), 3, 1, 1),
-    "a volume": (1, 8, 1, (520, 720, 720), 3, 1, 1),
-    "a row of groups": (1, 64, 64, (1, 2**25 + 24), 4, 2, 1),
+SAME, DOUBLED = (3, 1, 1), (4, 2, 1)  # kernel, stride, padding
+
+# batch, channels in and out, groups, size, and the geometry
+LARGE: dict[str, tuple[int, int, int, int, tuple[int, ...], tuple[int, int, int]]] = {
+    "images": (70, 32, 32, 1, (512, 512), DOUBLED),
+    "a plane": (1, 8, 8, 1, (16_500, 16_503), SAME),
+    "a strided plane": (1, 8, 16, 1, (6_000, 6_008), DOUBLED),
+    "a channel": (1, 1, 1, 1, (23_200, 23_200), DOUBLED),
+    "a row": (1, 16, 16, 1, (1, 2**27 + 24), SAME),
+    "a line": (1, 4, 4, 1, (2**29 + 4096,), SAME),
+    "long rows": (2, 1, 1, 1, (1, 2**31 - 2**20), SAME),
+    "a volume": (1, 8, 8, 1, (520, 720, 720), SAME),
+    "a strided volume": (1, 16, 8, 1, (400, 420, 417), DOUBLED),
+    "a row of groups": (1, 64, 64, 64, (1, 2**25 + 24), DOUBLED),
 }
+HERE = ("images", "a plane", "a channel", "a row", "long rows", "a volume", "a row of groups")
+"""Of these the layers of tests without a GPU."""
 
 
 def made(name: str, pass_: Pass, layout: Layout) -> Problem:
-    batch, channels, groups, size, *geometry = LARGE[name]
+    batch, cin, cout, groups, size, geometry = LARGE[name]
     kernel, stride, padding = (tuple(still if n == 1 else of for n in size) for of, still in zip(geometry, (1, 1, 0)))
     p = Problem.make(
-        batch, channels, channels, size, kernel, stride, padding, groups=groups, bias=False, dtype=torch.bfloat16,
+        batch, cin, cout, size, kernel, stride, padding, groups=groups, bias=False, dtype=torch.bfloat16,
         precision="bf16", pass_=pass_, layout=layout,
     )  # fmt: skip
     assert max(math.prod(p.input_shape), math.prod(p.output_shape)) > 2**31
@@ -138,7 +145,7 @@ def drawn_tile(p: Problem) -> tiles.Tile:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", list(LARGE))
+@pytest.mark.parametrize("name", HERE)
 def test_ends_by_tiles(name: str, layout: Layout, emulator: Emulator) -> None:
     torch.manual_seed(0)
     for pass_ in FORWARD_LIKE if EVERY else random.Random(f"{name} {layout}").sample(FORWARD_LIKE, 1):

@@ -9,6 +9,7 @@ import copy
 import os
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,23 +117,8 @@ def test_what_is_no_model_is_an_error(function: Callable[[object], object], give
         function(given)
 
 
-def _loaded(model: Model) -> None:
-    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
-
-
-def _assigned(model: Model) -> None:
-    state = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-
-
-def _loaded_in_inference_mode(model: Model) -> None:
-    with torch.inference_mode():
-        _loaded(model)
-
-
-def _trained_for_a_moment(model: Model) -> None:
-    model.train()
-    model.eval()
+def _loaded(model: Model, assign: bool = False) -> None:
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()}, assign=assign)
 
 
 def _initialised(model: Model) -> None:
@@ -147,18 +133,28 @@ def _stepped(model: Model) -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 
-@pytest.mark.parametrize(
-    "change",
-    (
-        _loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, nn.Module.double, nn.Module.half,
-        _loaded_in_inference_mode, upconv.restore,
-    ),
-)  # fmt: skip
-def test_what_pytorch_can_see_ends_the_promise(change: Callable[[Model], object], packing: None) -> None:
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "loaded": _loaded,
+    "assigned": partial(_loaded, assign=True),
+    "trained for a moment": lambda model: model.train().eval(),
+    "initialised": _initialised,
+    "stepped": _stepped,
+}
+ON_A_CPU = CHANGES | {
+    "to float64": nn.Module.double,
+    "to float16": nn.Module.half,
+    "loaded in inference mode": torch.inference_mode()(_loaded),
+    "restored": upconv.restore,
+}
+ON_A_GPU = CHANGES | {"moved to and fro": lambda model: model.cpu().cuda()}
+
+
+@pytest.mark.parametrize("change", ON_A_CPU)
+def test_what_pytorch_can_see_ends_the_promise(change: str, packing: None) -> None:
     model = upconv.freeze(ours().eval())
     model.eval()
     assert frozen_layers(model) == [True] * 3
-    change(model)
+    ON_A_CPU[change](model)
     assert frozen_layers(model) == [False] * 3
     assert not weights.frozen, "what nobody may use is held"
 
@@ -367,16 +363,14 @@ def test_gpu_a_frozen_model_gives_the_same_results(dtype: torch.dtype, autocast:
 
 
 @CUDA
-@pytest.mark.parametrize(
-    "change", (_loaded, _assigned, _trained_for_a_moment, _initialised, _stepped, lambda m: m.cpu().cuda())
-)
-def test_gpu_a_frozen_model_is_right_behind_a_change(change: Callable[[Model], object], ieee: None) -> None:
+@pytest.mark.parametrize("change", ON_A_GPU)
+def test_gpu_a_frozen_model_is_right_behind_a_change(change: str, ieee: None) -> None:
     x = torch.randn(4, 8, 12, 12, device="cuda")
     model, theirs = upconv.accelerate(net("cuda").eval()), net("cuda").eval()
     upconv.freeze(model)
     assert apart([evaluated(model, x) for _ in range(6)], [evaluated(theirs, x)] * 6) < 1e-4
     for each in (model, theirs):
         torch.manual_seed(1)
-        change(each)
+        ON_A_GPU[change](each)
     assert apart([evaluated(model, x)], [evaluated(theirs, x)]) < 1e-4
     assert not any(frozen_layers(model)[1:])
