@@ -92,11 +92,13 @@ from pathlib import Path
 from upconv import cpu
 from upconv.problem import Problem
 torch.set_num_threads(2)
+M_MMAP_THRESHOLD, libc = -3, ctypes.CDLL(None)
+assert libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # a block is mapped by itself, so what is freed is no longer counted
 p = eval(sys.argv[2])
 layout = cpu.memory_format(p.layout, p.rank)
 x, w = (torch.randn(s).contiguous(memory_format=layout) for s in (p.input_shape, p.weight_shape))
 cpu.forward(p, sys.argv[1], x, w, None)  # loads code
-ctypes.CDLL(None).malloc_trim(0)
+libc.malloc_trim(0)
 Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present size
 def kilobytes(field): return int(re.search(rf"^{field}:\\s+(\\d+)", Path("/proc/self/status").read_text(), re.M)[1])
 before = kilobytes("VmRSS")
@@ -107,7 +109,7 @@ print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
 
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "malloc_trim"),
-    reason="needs Linux's /proc, and glibc to return what an earlier call has freed",
+    reason="needs Linux's /proc, and glibc to return what is freed",
 )
 @pytest.mark.parametrize("layout", ("nchw", "channels_last"))
 @pytest.mark.parametrize(
@@ -117,14 +119,15 @@ print(1024 * (kilobytes("VmHWM") - before) + x.nbytes)
 def test_large_layers_hold_no_more_memory_than_pytorchs_operator(layer: str, layout: str) -> None:
     """Input, result and what is held beside them at the peak.
 
-    The same call's peak differs between processes by some megabytes, so the least of three counts.
+    Without what malloc keeps of blocks that were freed: of that, the same call has more in some processes than in
+    others, by where the heap begins.
     """
 
     def held(plan: str) -> int:
         return int(printed("-c", _PEAK, plan, f"Problem.make({layer}, layout={layout!r})"))
 
     theirs = held("native")
-    assert any(held("shuffle") <= 1.05 * theirs for _ in range(3))
+    assert max(held("shuffle") for _ in range(3)) <= 1.05 * theirs
 
 
 def _images_and_bands(p: Problem) -> tuple[int, int]:
