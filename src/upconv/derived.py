@@ -62,15 +62,19 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 @cache
+def _derived(kind: Any) -> dict[str, derived[Any]]:
+    every = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return {name: value for name, value in every.items() if isinstance(value, derived)}
+
+
+@cache
 def needs(kind: Any) -> dict[str, frozenset[str]]:
     """Of a dataclass the properties that `varied` may keep, with the fields that each is derived from.
 
     Raises:
         TypeError: one says that it is derived from what is no field.
     """
-    names = frozenset(_fields(kind))
-    every = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
-    marked = {name: value for name, value in every.items() if isinstance(value, derived)}
+    names, marked = frozenset(_fields(kind)), _derived(kind)
     for name, value in marked.items():
         if unknown := sorted(value.needs - names):
             raise TypeError(f"{kind.__name__}.{name} is derived from {unknown[0]!r}, which is no field")
@@ -79,12 +83,12 @@ def needs(kind: Any) -> dict[str, frozenset[str]]:
 
 
 @cache
-def _kept(kind: Any, changed: frozenset[str]) -> frozenset[str]:
-    """Of a dataclass its fields, and its properties that stay where these fields change."""
+def _lost(kind: Any, changed: frozenset[str]) -> frozenset[str]:
+    """Of a dataclass its properties that may change where these fields do."""
     if unknown := sorted(changed.difference(_fields(kind))):
         raise TypeError(f"{kind.__name__} has no field {unknown[0]!r}")
     lasting = (name for name, of_fields in needs(kind).items() if of_fields.isdisjoint(changed))
-    return frozenset((*_fields(kind), *lasting))
+    return frozenset(_derived(kind)).difference(lasting)
 
 
 def varied(of: D, **changes: Any) -> D:
@@ -94,10 +98,12 @@ def varied(of: D, **changes: Any) -> D:
         TypeError: there is no field of that name.
     """
     kind: Any = type(of)
-    kept = _kept(kind, frozenset(changes))
     made = object.__new__(kind)
-    made.__dict__.update({name: value for name, value in of.__dict__.items() if name in kept})
-    made.__dict__.update(changes)
+    values = made.__dict__
+    values.update(of.__dict__)
+    for name in values.keys() & _lost(kind, frozenset(changes)):
+        del values[name]
+    values.update(changes)
     return made
 
 

@@ -427,18 +427,18 @@ def _weight_tiles(layer: Problem, p: Problem, beyond: bool = False) -> Iterator[
     (rows, widths), (_, height, width), cin = _shapes(probe, p), cells(p), probe.groups_of[1]
     kernel_h, kernel_w = probe.geometry["kernel_h"], probe.geometry["kernel_w"]
     lanes = 1 if probe.lanes_are_channels else 32
-    kh = -(-kernel_h // -(-kernel_h // 16))
+    probe = varied(probe, kh=-(-kernel_h // -(-kernel_h // 16)))
+    shapes = [_shaped(probe, p, h=-(-lanes // w), w=w) for w in widths] if beyond else []
+    for r, w, groups in () if beyond else product(rows, widths, (1, 2, 4, 8, 16)):
+        if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
+            continue
+        if groups * w % lanes == 0 and groups * r < 4 * height:
+            shapes.append(_shaped(probe, p, h=groups * r, w=w, rows=r))
     for ci in (1,) if cin == 1 else tuple(n for n in (2, 4, 8) if n < 2 * cin):
         for kw in sorted({-(-kernel_w // n) for n in range(1, kernel_w + 1)}):
-            tile = varied(probe, channels=ci, kh=kh, kw=kw)
+            tile = varied(probe, channels=ci, kw=kw)
             if tile.sums > _SUMS or tile.tap_groups > _MOST_WARPS:
                 continue
-            tile = varied(tile, warps=tile.tap_groups * max(1, 8 // tile.tap_groups))
-            if beyond:
-                yield from (_shaped(tile, p, h=-(-lanes // w), w=w) for w in widths)
-                continue
-            for r, w, groups in product(rows, widths, (1, 2, 4, 8, 16)):
-                if lanes > 1 and not min(_POSITIONS[0], height * width) <= r * w * groups <= _POSITIONS[1]:
-                    continue
-                if groups * w % lanes == 0 and groups * r < 4 * height and r * ci <= _INPUTS:
-                    yield _shaped(tile, p, h=groups * r, w=w, rows=r)
+            warps = tile.tap_groups * max(1, 8 // tile.tap_groups)
+            tiles = (varied(shape, channels=ci, kw=kw, warps=warps) for shape in shapes)
+            yield from (one for one in tiles if beyond or one.rows * ci <= _INPUTS)

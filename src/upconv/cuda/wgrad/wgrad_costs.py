@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from upconv.cuda.cost import Cost, Work, cost, tile_clocks
-from upconv.cuda.gpu import RATES, SECTOR, Gpu
+from upconv.cuda.gpu import LINE, RATES, SECTOR, Gpu
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import derived
@@ -46,6 +47,58 @@ def ending(t: AnyTiling, splits: int, gpu: Gpu) -> Ending:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What is alike of a problem's tilings that have a block's channels and taps in common."""
+
+    gpu: Gpu
+    tiles: int
+    """Blocks of a split."""
+    memory: float
+    """Seconds of the device memory."""
+    ending: Callable[[int], float]
+    """Seconds of sums on their way to the weight, by splits."""
+    of_chunk: float
+    """Clocks of a chunk, at least, beside those of its positions,"""
+    of_position: float
+    """which the ring's latency makes more."""
+
+    @derived
+    def _wanted(self) -> frozenset[int]:
+        """Splits of as many waves as are looked at."""
+        return frozenset((1, *(max(1, self.gpu.multiprocessors * waves // self.tiles) for waves in (1, 2, 3, 4))))
+
+    @derived
+    def _share(self) -> float:
+        """Seconds of all multiprocessors for a clock of every block's chunk."""
+        return self.tiles / self.gpu.multiprocessors / self.gpu.clock
+
+    @derived
+    def _least_added(self) -> float:
+        """Each ending takes least in the fewest splits that have it."""
+        return RATES.launch + min(map(self.ending, (1, 2, self.gpu.multiprocessors // self.tiles + 1)))
+
+    def fastest(self, chunks: int, clocks: float) -> tuple[float, int]:
+        """Seconds for chunks of so many clocks, and in how many splits of K."""
+        found = math.inf, 1
+        for each in {-(-chunks // wanted) for wanted in self._wanted}:
+            splits = -(-chunks // each)
+            waves = -(-self.tiles * splits // self.gpu.multiprocessors)
+            work = waves * (each * clocks + _BLOCK + RATES.tile) / self.gpu.clock
+            found = min(found, (_beside_memory(work, self.memory) + RATES.launch + self.ending(splits), splits))
+        return found
+
+    def least(self, chunks: int, positions: int) -> float:
+        """Seconds at least in so many chunks, which cover so many positions."""
+        work = self._share * (self.of_chunk * chunks + self.of_position * positions)
+        return _beside_memory(work, self.memory) + self._least_added
+
+
+def _beside_memory(work: float, memory: float) -> float:
+    """Seconds of both."""
+    return work + RATES.beside_memory * memory if work > memory else memory + RATES.beside_memory * work
+
+
+@dataclass(frozen=True)
 class Model:
     """Estimates for a problem on a GPU. ``general``: of an exported file's kernel, which has two steps, at any size."""
 
@@ -70,16 +123,17 @@ class Model:
 
     def fastest(self, t: AnyTiling) -> tuple[float, int]:
         """Seconds, and in how many splits of K."""
-        gpu, chunks, ending_seconds = self.gpu, t.chunks(self.p), self._endings(t)
-        clocks, memory = tile_clocks(self._chunk(t)), self.moved / gpu.bandwidth
-        found = math.inf, 1
-        for splits in {1, *(min(chunks, max(1, gpu.multiprocessors * waves // t.tiles)) for waves in (1, 2, 3, 4))}:
-            each = -(-chunks // splits)
-            splits = -(-chunks // each)
-            work = self._waves(t, splits) * (each * clocks + _BLOCK + RATES.tile) / gpu.clock
-            seconds = max(work, memory) + RATES.beside_memory * min(work, memory) + RATES.launch
-            found = min(found, (seconds + ending_seconds(splits), splits))
-        return found
+        return self.blocks(t).fastest(t.chunks(self.p), self.clocks(t))
+
+    def clocks(self, t: AnyTiling) -> float:
+        """Of a chunk."""
+        return tile_clocks(self._chunk(t))
+
+    def blocks(self, t: AnyTiling) -> Blocks:
+        """What a tiling's block and taps take, whatever its chunk."""
+        step = _sync_step(t) if isinstance(t, SyncTiling) else _warpgroup_step(t, self.straddling)
+        of_position = (tile_clocks(step) - step.beside) * t.element / 32
+        return Blocks(self.gpu, t.tiles, self.moved / self.gpu.bandwidth, self._endings(t), step.beside, of_position)
 
     def shares_of_chunk(self, t: AnyTiling) -> float:
         """Splits whose sums take as long on their way to the weight as a chunk."""
@@ -105,6 +159,7 @@ class Model:
         weight, records = t.element * self.numel, t.tiles * t.k_slices * t.sums_bytes
         parts = max(0.0, SECTOR / _run(t, self.p) - 1) * weight  # sectors are written in parts
 
+        @cache
         def seconds(splits: int) -> float:
             how = "steps" if self.general else ending(t, splits, self.gpu)
             fixed, passes = _ENDINGS[how]
@@ -118,8 +173,7 @@ class Model:
 
 def _sync_chunk(t: SyncTiling) -> Work:
     """An mma.sync takes twice the clocks of its share of a wgmma."""
-    products = t.k_steps * t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
-    reads = t.k_steps * t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
+    products = t.k_steps * _products(t)
     ragged = 6.0 if t.channels_last and any(channels % t.vec for channels in t.channels) else 1.0  # by elements
     return Work(
         instructions=products / 16,
@@ -129,17 +183,26 @@ def _sync_chunk(t: SyncTiling) -> Work:
         stages=2,
         lines=t.copied_units * ragged * _SYNC_COPIED / RATES.line,
         shared=16.0 * t.copied_units,
-        fragments=128 * reads * (1 if t.channels_last else 8 / t.element),
+        fragments=t.k_steps * _fragment_bytes(t),
         beside=_SYNC_CHUNK,
     )
+
+
+def _products(t: SyncTiling) -> int:
+    """Of a step of K."""
+    return t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
+
+
+def _fragment_bytes(t: SyncTiling) -> float:
+    """The same."""
+    reads = t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
+    return 128 * reads * (1 if t.channels_last else 8 / t.element)
 
 
 def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> Work:
     columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments * t.warpgroups
     short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
-    loads = 0.0 if t.a_shared else 2.6 if t.channels_last and t.element == 2 else 20 / t.element
-    if t.run_words:
-        loads = 5 * t.run_words / t.run
+    loads = 0.0 if t.a_shared else _loads(t)
     # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies are
     # never late.
     stages = t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages
@@ -157,8 +220,71 @@ def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> Work:
         chunks_turned=0.0 if t.box_g else 1.0,
         turned=t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED,
         descriptors=t.a_shared,
-        beside=_CHUNK + (_TURNED_CHUNK if t.turned else 0.0),
+        beside=_beside(t),
     )
+
+
+def _loads(t: WarpgroupTiling) -> float:
+    """Of a fragment that comes from registers."""
+    if t.run_words:
+        return 5 * t.run_words / t.run
+    return 2.6 if t.channels_last and t.element == 2 else 20 / t.element
+
+
+def _beside(t: WarpgroupTiling) -> float:
+    return _CHUNK + (_TURNED_CHUNK if t.turned else 0.0)
+
+
+# --- what a step of K asks for at least, whatever the chunk ----------------------------------------------------------
+
+
+def _sync_step(t: SyncTiling) -> Work:
+    products = _products(t)
+    pixels = 32 / t.element, _pixels_of_position(t) * 32 / t.element
+    units = sum(n * _units_of_pixel(t, channels) for n, channels in zip(pixels, t.block))
+    return Work(
+        instructions=products / 16,
+        columns=4.0 * products,
+        waves=1,
+        moved=0,
+        stages=math.inf,
+        lines=units * _SYNC_COPIED / RATES.line,
+        shared=16.0 * units,
+        fragments=_fragment_bytes(t),
+        beside=_SYNC_CHUNK,
+    )
+
+
+def _warpgroup_step(t: WarpgroupTiling, straddling: float) -> Work:
+    fragments, x_bytes = t.fragments_of_step * t.warpgroups, 32 * t.block[0]
+    pixels = _pixels_of_position(t) * 32 / t.element
+    units = pixels * _units_of_pixel(t, t.block[1])
+    line = max(0.5, t.g_width * t.element / LINE) / t.g_width if t.channels_last else t.element / LINE
+    by_threads = not (t.channels_last or t.aligned_g or t.classed)
+    return Work(
+        instructions=fragments,
+        columns=_COLUMNS[t.element] * t.entries * t.warpgroups * t.block[0],
+        waves=1,
+        moved=0,
+        stages=math.inf,
+        lines=(x_bytes / LINE + pixels * t.block[1] * line) * (straddling if t.aligned_g else 1.0),
+        shared=units * 16 + x_bytes,
+        fragments=2048 * fragments * (4.0 / t.element if t.interleaved else _conflicts(t)),
+        loads=0.0 if t.channels_last and t.element == 2 else _loads(t) * fragments * 2 / t.warpgroups,
+        turned=units / 128 * _COPIED if by_threads else x_bytes * t.turned / (128 * 32) * _TURNED,
+        beside=_beside(t),
+    )
+
+
+def _units_of_pixel(t: AnyTiling, channels: int) -> float:
+    """16-byte copies."""
+    return -(-channels // t.vec) if t.channels_last else channels / t.vec
+
+
+def _pixels_of_position(t: AnyTiling) -> int:
+    """Pixels of g for each of x: taps of different residues modulo the stride share none."""
+    axes = zip(t.taps, t.steps, t.dilation)
+    return math.prod(min(taps, step // math.gcd(step, dilation)) for taps, step, dilation in axes)
 
 
 def _conflicts(t: AnyTiling) -> float:

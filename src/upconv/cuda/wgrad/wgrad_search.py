@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Iterator
-from functools import cache
-from heapq import nsmallest
+from functools import cache, partial
 from itertools import chain, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -15,8 +15,8 @@ import torch
 from upconv.cuda.axes import any_size
 from upconv.cuda.compile.boxes import MAX_CLASSES, alignment_classes, fullest, parts
 from upconv.cuda.gpu import Gpu
-from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Model
-from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling
+from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Blocks, Model
+from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling, counts
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
 from upconv.derived import settled, varied
 from upconv.problem import Problem, Triple, triple
@@ -41,6 +41,8 @@ class Found(NamedTuple):
 
 Timed = tuple[float, int, int, AnyTiling]
 """Seconds, the place of its chunk among a base's, splits, and the tiling."""
+Bounded = tuple[float, int, Boxed]
+"""Seconds that it takes at least, and the place of a chunk."""
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -70,28 +72,57 @@ def best(p: Problem, gpu: Gpu, general: bool = False) -> Found | None:
 
 
 def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Found | None:
-    """By few chunks the best blocks with their taps, and of these by all chunks the best tiling."""
+    """By few chunks the best blocks with their taps, and of these by all chunks the best tiling.
 
-    model = Model(p, gpu, general)
+    What takes longer than was found at best, whatever of it overlaps (`Blocks`), is not looked at.
+    """
+    model, covered = Model(p, gpu, general), cache(partial(_covered, p))
 
-    def cheapest(base: AnyTiling, chunks: Iterable[tuple[int, Boxed]]) -> Timed | None:
-        tilings = ((i, t) for i, chunk in chunks if (t := _tiling(p, gpu, base, chunk, general)) is not None)
-        every = ((*model.fastest(t), i, t) for i, t in tilings)
-        return min(((seconds, i, splits, t) for seconds, splits, i, t in every), key=itemgetter(0, 1), default=None)
+    def cheapest(base: AnyTiling, blocks: Blocks, chunks: Iterable[Bounded], most: float) -> Timed | None:
+        """Of those that take so many seconds at most."""
+        found: Timed | None = None
+        for least, i, chunk in sorted(chunks, key=itemgetter(0)):
+            if least > most:
+                break
+            count, positions = covered(chunk[1] or chunk[0], base.halo)
+            if blocks.fastest(count, blocks.of_chunk + blocks.of_position * (positions // count))[0] > most:
+                continue
+            if (t := _tiling(p, gpu, base, chunk, general)) is not None:
+                seconds, splits = blocks.fastest(count, model.clocks(t))
+                if seconds <= most and (found is None or (seconds, i) < found[:2]):
+                    found, most = (seconds, i, splits, t), seconds
+        return found
 
-    looked = []
-    for base in bases:
-        base, chunks = settled(base, "problem", "block", "taps"), list(enumerate(_chunks(p, base, general)))
+    def bounded(base: AnyTiling) -> tuple[AnyTiling, Blocks, list[Bounded]]:
+        base = settled(base, "problem", "block", "taps")
+        blocks, every, halo = model.blocks(base), _chunks(p, base, general), base.halo
+        leasts = (blocks.least(*covered(box or tile, halo)) for tile, box in every)
+        return base, blocks, [(least, i, chunk) for i, (least, chunk) in enumerate(zip(leasts, every))]
+
+    looked: list[tuple[float, int, Timed, AnyTiling, Blocks, list[Bounded]]] = []
+    every = list(enumerate(map(bounded, bases)))
+    for place, (base, blocks, chunks) in sorted(every, key=lambda each: min(each[1][2])[0]):
         step = max(1, len(chunks) // _TYPICAL)
-        one, others = cheapest(base, chunks[::step]), [chunk for chunk in chunks if chunk[0] % step]
-        if one is None:
-            one, others = cheapest(base, others), []
+        some, others = chunks[::step], [chunk for chunk in chunks if chunk[1] % step]
+        most = looked[_KEPT - 1][0] if len(looked) >= _KEPT else math.inf
+        one = cheapest(base, blocks, some, most)
+        if one is None and all(_tiling(p, gpu, base, chunk, general) is None for _, _, chunk in some):
+            one, others = cheapest(base, blocks, others, most), []
         if one is not None:
-            looked.append((one, base, others))
-    kept = nsmallest(_KEPT, looked, key=lambda each: each[0][0])
-    found = (min(filter(None, (one, cheapest(base, others))), key=itemgetter(0, 1)) for one, base, others in kept)
-    seconds, _, splits, t = min(found, key=itemgetter(0), default=(math.inf, 0, 0, None))
-    return None if t is None else Found(seconds, splits, t)
+            insort(looked, (one[0], place, one, base, blocks, others), key=itemgetter(0, 1))
+    best: Timed | None = None
+    for _, _, one, base, blocks, others in looked[:_KEPT]:
+        more = cheapest(base, blocks, others, one[0] if best is None else min(one[0], best[0]))
+        found = min(filter(None, (one, more)), key=itemgetter(0, 1))
+        if best is None or found[0] < best[0]:
+            best = found
+    return None if best is None else Found(best[0], best[2], best[3])
+
+
+def _covered(p: Problem, chunk: Chunk, halo: int) -> tuple[int, int]:
+    """Chunks of a problem, and positions of all of them."""
+    found = math.prod(counts(p, chunk, halo))
+    return found, found * math.prod(chunk)
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
@@ -185,15 +216,16 @@ def _aligned(p: Problem, size: tuple[int, ...]) -> bool:
 
 
 def _by_boxes(p: Problem, gpu: Gpu) -> bool:
-    """Whether the tensor copy engine can bring the input's pixels.
+    """Whether the tensor copy engine can bring the input's pixels, and in channels_last the gradient's too.
 
     It wants pitches of whole 16 bytes, and so must a box begin where its rows are swizzled: a group's that begins off
     16 bytes is an illegal instruction.
     """
     if gpu.arch != "90a" or p.precision == "ieee":
         return False
-    channels = p.in_channels if p.groups == 1 else p.in_channels // p.groups
-    return channels % (16 // p.dtype.itemsize) == 0 if p.layout == "channels_last" else _aligned(p, p.size)
+    if p.layout == "nchw":
+        return _aligned(p, p.size)
+    return all(channels // p.groups % (16 // p.dtype.itemsize) == 0 for channels in (p.in_channels, p.out_channels))
 
 
 def _warpgroup_bases(p: Problem, gpu: Gpu, general: bool) -> Iterator[WarpgroupTiling]:

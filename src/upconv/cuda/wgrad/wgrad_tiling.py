@@ -24,6 +24,13 @@ of_chunk = derived_without("stages")
 WARPS = 8  # of the mma.sync kernel
 
 
+def counts(p: Problem, chunk: Chunk, halo: int) -> tuple[int, int, int, int]:
+    """Chunks of a problem per axis: images, D, H, W."""
+    d, h, w = triple(p.size, 1)
+    n, d, h, w = (-(-size // of) for size, of in zip((p.batch, d, h + halo, w), chunk))
+    return n, d, h, w
+
+
 class Rows(NamedTuple):
     """Rows of g's tile along D or H."""
 
@@ -190,10 +197,7 @@ class Tiling:
 
     def counts(self, p: Problem) -> tuple[int, int, int, int]:
         """Chunks per axis: images, D, H, W."""
-        d, h, w = triple(p.size, 1)
-        sizes = p.batch, d, h + self.halo, w
-        n, d, h, w = (-(-size // tile) for size, tile in zip(sizes, self.chunk))
-        return n, d, h, w
+        return counts(p, self.chunk, self.halo)
 
     def chunks(self, p: Problem) -> int:
         """All chunks of a problem."""

@@ -337,8 +337,13 @@ class WarpgroupTiling(Tiling):
 
     @of_chunk
     def fragments(self) -> int:
-        """Of a warpgroup, for a chunk: of g's rows that a row of x meets, each of all units."""
-        return self.k_steps * (self.steps[1] if self.stacked else 1) * self.unit_count
+        """Of a warpgroup, for a chunk."""
+        return self.k_steps * self.fragments_of_step
+
+    @property
+    def fragments_of_step(self) -> int:
+        """Of these those of a step of K: of g's rows that a row of x meets, each of all units."""
+        return (self.steps[1] if self.stacked else 1) * self.unit_count
 
     @property
     def unrolled(self) -> int:
