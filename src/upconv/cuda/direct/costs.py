@@ -43,7 +43,7 @@ def _source(tile: Tile) -> _Block:
     """A slice's tile of the source, from the memory to shared memory."""
     element = tile.problem.dtype.itemsize
     words = tile.chunk * tile.span[0] * tile.span[1] * tile.lanes / 32
-    stored = words * (1.0 if tile.lanes_are_channels else tile.conflicts(tile.plane)[0]) * (tile.accumulator // 4)
+    stored = words * tile.meeting[0] * (tile.accumulator // 4)
     passes = math.prod(tile.passes) * tile.warps  # of warps
     return _Block(
         stored + max(passes, words * element / 4 * _overread(tile.problem, tile)),
@@ -75,27 +75,10 @@ def _products(tile: Tile, gpu: Gpu) -> _Block:
     else:
         kernel_w, turns = tile.geometry["kernel_w"], float(tile.warps * tile.chunk)
         reads = tile.taps_h * kernel_w * (1.0 if tile.lanes_are_channels else tile.weights * tile.accumulator / 16)
-    conflicts = 1 if tile.lanes_are_channels else tile.conflicts(tile.plane)[1]
-    reads += _columns(tile, kernel_w) * _rows(tile) * conflicts
+    reads += tile.columns_read * tile.rows_read * tile.meeting[1]
     products = kernel_w * tile.taps_h * tile.rows * tile.channels
     rate = fma_lanes(gpu, tile.accumulator == 8)
     return _Block(turns * reads * (tile.accumulator // 4), turns * reads, turns * products * 32 / rate)
-
-
-def _columns(tile: Tile, kernel_w: int) -> int:
-    """Of the tile that a thread reads, those that several taps share once."""
-    _, _, axis = tile.axes
-    return len({offset for _, taps in axis.taps for _, offset in taps}) if axis.out_step > 1 else kernel_w
-
-
-def _rows(tile: Tile) -> int:
-    """The same of a column's rows."""
-    axis, dilation = tile.axes[1], tile.geometry["dilation_h"]
-    if tile.weight:
-        offsets = [k * dilation for k in range(tile.kh)]
-    else:
-        offsets = [offset for _, taps in axis.taps for _, offset in taps]
-    return len({r * axis.in_step + offset for r in range(tile.rows) for offset in offsets})
 
 
 def _stores(tile: Tile) -> _Block:
@@ -151,6 +134,17 @@ def cost(p: Problem, tile: Tile, gpu: Gpu) -> tuple[Cost, int]:
         dram=dram,
         launch=CORES.launch,
     ), ranges
+
+
+def least(p: Problem, tile: Tile, gpu: Gpu) -> float:
+    """Seconds that a tile takes at least: its multiply-adds with what these read, and the device memory."""
+    blocks, slices = weight_blocks(tile), 1.0
+    if not tile.weight:
+        blocks, slices = tile.channel_blocks, _depth_taps(tile) * -(-tile.groups_of[0] // tile.chunk)
+    waves = blocks * tile.blocks_of(p)[2] / gpu.multiprocessors
+    compute = waves * slices * _mixed(*_products(tile, gpu).clocks()) / gpu.clock
+    dram = (math.prod(p.input_shape) + math.prod(p.output_shape)) * p.dtype.itemsize / gpu.bandwidth
+    return max(compute, dram) + CORES.overlap * min(compute, dram) + CORES.launch
 
 
 def _mixed(loads: float, issue: float) -> float:

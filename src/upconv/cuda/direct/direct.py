@@ -7,16 +7,18 @@ in shared memory. Read through the first-level cache, a stride of 8 would make e
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from upconv.cuda import family
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import plain
-from upconv.cuda.direct.costs import cost, least_seconds
-from upconv.cuda.direct.tiles import Tile, fitting, weight_blocks, whole_units
+from upconv.cuda.direct.costs import cost, least, least_seconds
+from upconv.cuda.direct.tiles import Tile, tried, weight_blocks, whole_units
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import NULL, THREADS, Given, Int, Launch, Pointer, Scratch, Unit, ints, longs, strides_of
 from upconv.problem import Pass, Problem, triple
@@ -89,14 +91,24 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
     """The tile that the model expects to be fastest, or the sentence why these kernels cannot serve the problem."""
     if p.batch == 0 or 0 in p.size:
         return "an empty input has no work"
-    best: Choice | None = None
-    for tile in fitting(p, gpu):
-        found, ranges = cost(p, tile, gpu)
-        if tile.blocks_of(p)[2] * tile.channel_blocks >= 2**31:  # of a grid, or their index
-            continue
-        if best is None or found.seconds < best.seconds:
-            best = Choice(p, tile, ranges, found)
-    return best or "no tile of positions and taps fits these kernels"
+    found = (_cheapest(tiles, p, gpu) for tiles in tried(p))
+    return next(filter(None, found), "no tile of positions and taps fits these kernels")
+
+
+def _cheapest(tiles: Iterable[Tile], p: Problem, gpu: Gpu) -> Choice | None:
+    """Of equals the first. What is slower by `least` is not looked at."""
+    best: tuple[float, int] = math.inf, 0
+    choice: Choice | None = None
+    bounded = ((least(p, tile, gpu), i, tile) for i, tile in enumerate(tiles))
+    for bound, i, tile in sorted(bounded, key=itemgetter(0)):
+        if bound > best[0]:
+            break
+        # Blocks are counted, of a grid or by their index, in 32 bits.
+        if tile.fits(gpu.shared_bytes) and tile.blocks_of(p)[2] * tile.channel_blocks < 2**31:
+            found, ranges = cost(p, tile, gpu)
+            if (found.seconds, i) < best:
+                best, choice = (found.seconds, i), Choice(p, tile, ranges, found)
+    return choice
 
 
 def _tiled(p: Problem, gpu: Gpu, best: family.Choice | None) -> Choice | str:

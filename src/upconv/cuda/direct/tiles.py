@@ -138,6 +138,25 @@ class Tile:
         return _conflicts(self.vector, step, pitch % 32, min(self.w, 32), below % 32)
 
     @_of_shape
+    def meeting(self) -> tuple[float, int]:
+        """Words of a bank that meet in stores of units and in reads of rows (`conflicts`)."""
+        return (1.0, 1) if self.lanes_are_channels else self.conflicts(self.plane)
+
+    @_of_shape
+    def rows_read(self) -> int:
+        """Rows of a column of the source that a thread reads: those that several taps share once."""
+        axis, dilation = self.axes[1], self.geometry["dilation_h"]
+        offsets = [k * dilation for k in range(self.kh)] if self.weight else _offsets(axis)
+        return len({r * axis.in_step + offset for r in range(self.rows) for offset in offsets})
+
+    @derived_from("problem", "kw")
+    def columns_read(self) -> int:
+        """As `rows_read`; of taps that have no phases each is read."""
+        if self.axes[2].out_step > 1:
+            return len(set(_offsets(self.axes[2])))
+        return self.kw if self.weight else self.geometry["kernel_w"]
+
+    @_of_shape
     def row_pitch(self) -> int:
         return self.span[1] * self.lanes if self.lanes_are_channels else self.axes[2].in_step * self.plane
 
@@ -374,18 +393,20 @@ def weight_blocks(tile: Tile) -> int:
 # --- which are tried -------------------------------------------------------------------------------------------------
 
 
-def fitting(p: Problem, gpu: Gpu) -> Iterator[Tile]:
-    """The tiles that a GPU can run; of a weight's gradient with few positions, tiles larger than the image."""
+def tried(p: Problem) -> Iterator[Iterable[Tile]]:
+    """The tiles worth a look; of a weight's gradient, where none fits, tiles larger than the image."""
     layer = any_size(p)
     if p.pass_ != "grad-weight":
-        yield from _fitting(_tiles(layer, p), gpu)
+        yield _tiles(layer, p)
         return
-    found = list(_fitting(_weight_tiles(layer, p), gpu))
-    yield from found or _fitting(_weight_tiles(layer, p, beyond=True), gpu)
+    yield _weight_tiles(layer, p)
+    yield _weight_tiles(layer, p, beyond=True)
 
 
-def _fitting(tried: Iterable[Tile], gpu: Gpu) -> Iterator[Tile]:
-    return (tile for tile in tried if tile.fits(gpu.shared_bytes))
+def fitting(p: Problem, gpu: Gpu) -> list[Tile]:
+    """Those that a GPU can run."""
+    found = ([tile for tile in tiles if tile.fits(gpu.shared_bytes)] for tiles in tried(p))
+    return next(filter(None, found), [])
 
 
 def _shaped(probe: Tile, p: Problem, **shape: int) -> Tile:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import chain, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Blocks, Model
 from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling, counts
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.derived import settled, varied
+from upconv.derived import derived, settled, varied
 from upconv.problem import Problem, Triple, triple
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
@@ -71,58 +72,96 @@ def best(p: Problem, gpu: Gpu, general: bool = False) -> Found | None:
     return _best(p, gpu, _warpgroup_bases(p, gpu, general), general) or _best(p, gpu, _sync_bases(p, general), general)
 
 
-def _best(p: Problem, gpu: Gpu, bases: Iterator[AnyTiling], general: bool) -> Found | None:
+def _best(p: Problem, gpu: Gpu, bases: Iterable[AnyTiling], general: bool) -> Found | None:
     """By few chunks the best blocks with their taps, and of these by all chunks the best tiling.
 
-    What takes longer than was found at best, whatever of it overlaps (`Blocks`), is not looked at.
+    What takes longer than those that were found, whatever of it overlaps (`Blocks`), is not looked at.
     """
-    model, covered = Model(p, gpu, general), cache(partial(_covered, p))
-
-    def cheapest(base: AnyTiling, blocks: Blocks, chunks: Iterable[Bounded], most: float) -> Timed | None:
-        """Of those that take so many seconds at most."""
-        found: Timed | None = None
-        for least, i, chunk in sorted(chunks, key=itemgetter(0)):
-            if least > most:
-                break
-            count, positions = covered(chunk[1] or chunk[0], base.halo)
-            if blocks.fastest(count, blocks.of_chunk + blocks.of_position * (positions // count))[0] > most:
-                continue
-            if (t := _tiling(p, gpu, base, chunk, general)) is not None:
-                seconds, splits = blocks.fastest(count, model.clocks(t))
-                if seconds <= most and (found is None or (seconds, i) < found[:2]):
-                    found, most = (seconds, i, splits, t), seconds
-        return found
-
-    def bounded(base: AnyTiling) -> tuple[AnyTiling, Blocks, list[Bounded]]:
-        base = settled(base, "problem", "block", "taps")
-        blocks, every, halo = model.blocks(base), _chunks(p, base, general), base.halo
-        leasts = (blocks.least(*covered(box or tile, halo)) for tile, box in every)
-        return base, blocks, [(least, i, chunk) for i, (least, chunk) in enumerate(zip(leasts, every))]
-
-    looked: list[tuple[float, int, Timed, AnyTiling, Blocks, list[Bounded]]] = []
-    every = list(enumerate(map(bounded, bases)))
-    for place, (base, blocks, chunks) in sorted(every, key=lambda each: min(each[1][2])[0]):
-        step = max(1, len(chunks) // _TYPICAL)
-        some, others = chunks[::step], [chunk for chunk in chunks if chunk[1] % step]
+    search = _Search(p, gpu, general)
+    looked: list[tuple[float, int, Timed, _Base, list[Bounded]]] = []
+    every = [search.base(i, settled(base, "problem", "block", "taps")) for i, base in enumerate(bases)]
+    for base in sorted(every, key=itemgetter(0)):
         most = looked[_KEPT - 1][0] if len(looked) >= _KEPT else math.inf
-        one = cheapest(base, blocks, some, most)
-        if one is None and all(_tiling(p, gpu, base, chunk, general) is None for _, _, chunk in some):
-            one, others = cheapest(base, blocks, others, most), []
+        if base.least > most:
+            break
+        step = max(1, len(base.chunks) // _TYPICAL)
+        some, others = base.chunks[::step], [chunk for chunk in base.chunks if chunk[1] % step]
+        one = search.cheapest(base, some, most)
+        if one is None and not search.fits(base, some):
+            one, others = search.cheapest(base, others, most), []
         if one is not None:
-            insort(looked, (one[0], place, one, base, blocks, others), key=itemgetter(0, 1))
+            insort(looked, (one[0], base.place, one, base, others), key=itemgetter(0, 1))
     best: Timed | None = None
-    for _, _, one, base, blocks, others in looked[:_KEPT]:
-        more = cheapest(base, blocks, others, one[0] if best is None else min(one[0], best[0]))
+    for _, _, one, base, others in looked[:_KEPT]:
+        more = search.cheapest(base, others, one[0] if best is None else min(one[0], best[0]))
         found = min(filter(None, (one, more)), key=itemgetter(0, 1))
         if best is None or found[0] < best[0]:
             best = found
     return None if best is None else Found(best[0], best[2], best[3])
 
 
-def _covered(p: Problem, chunk: Chunk, halo: int) -> tuple[int, int]:
-    """Chunks of a problem, and positions of all of them."""
-    found = math.prod(counts(p, chunk, halo))
-    return found, found * math.prod(chunk)
+class _Base(NamedTuple):
+    """A block with its taps."""
+
+    least: float
+    """Seconds that all chunks take at least."""
+    place: int
+    tiling: AnyTiling
+    blocks: Blocks
+    chunks: list[Bounded]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Of a problem's tilings."""
+
+    p: Problem
+    gpu: Gpu
+    general: bool
+
+    @derived
+    def model(self) -> Model:
+        return Model(self.p, self.gpu, self.general)
+
+    @derived
+    def covered(self) -> Callable[[Chunk, int], tuple[int, int]]:
+        """Of a chunk and a halo so many chunks, and the positions of all of them."""
+
+        @cache  # of tens of blocks for each
+        def found(chunk: Chunk, halo: int) -> tuple[int, int]:
+            number = math.prod(counts(self.p, chunk, halo))
+            return number, number * math.prod(chunk)
+
+        return found
+
+    def base(self, place: int, t: AnyTiling) -> _Base:
+        blocks, every, halo = self.model.blocks(t), _chunks(self.p, t, self.general), t.halo
+        leasts = (blocks.least(*self.covered(box or tile, halo)) for tile, box in every)
+        chunks = [(least, i, chunk) for i, (least, chunk) in enumerate(zip(leasts, every))]
+        return _Base(min(chunks)[0], place, t, blocks, chunks)
+
+    def tiling(self, base: _Base, chunk: Boxed) -> AnyTiling | None:
+        return _tiling(self.p, self.gpu, base.tiling, chunk, self.general)
+
+    def fits(self, base: _Base, chunks: list[Bounded]) -> bool:
+        """Whether one of the chunks does."""
+        return any(self.tiling(base, chunk) is not None for _, _, chunk in chunks)
+
+    def cheapest(self, base: _Base, chunks: list[Bounded], most: float) -> Timed | None:
+        """The tiling of one of the chunks; none where all take more seconds than ``most``."""
+        found: Timed | None = None
+        blocks, halo = base.blocks, base.tiling.halo
+        for least, i, chunk in sorted(chunks, key=itemgetter(0)):
+            if least > most:
+                break
+            number, positions = self.covered(chunk[1] or chunk[0], halo)
+            clocks = blocks.of_chunk + blocks.of_position * (positions // number)
+            if blocks.fastest(number, clocks)[0] > most or (t := self.tiling(base, chunk)) is None:
+                continue
+            seconds, splits = blocks.fastest(number, self.model.clocks(t))
+            if seconds <= most and (found is None or (seconds, i) < found[:2]):
+                found, most = (seconds, i, splits, t), seconds
+        return found
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
