@@ -113,12 +113,15 @@ def fullest(
     )
     best: tuple[tuple[int, ...], tuple[int, int, int, int]] | None = None
     for columns, rows in product(columns_, rows_):
+        held, of_slice = most // (columns * rows), -(-h // rows) * -(-w // columns)
+        if held and best is not None and -(-batch * d // held) * of_slice > best[0][0]:
+            continue  # however images and slices share a box
         for slices in slices_:
             of_image = columns * rows * slices
             if of_image > most:
                 break
             times = -(-batch // min(batch, most // of_image, MAX_BOX))
-            count = times * -(-d // slices) * -(-h // rows) * -(-w // columns)
+            count = times * -(-d // slices) * of_slice
             rank = count, -of_image
             if best is None or rank < best[0]:
                 best = rank, (-(-batch // times), slices, rows, columns)

@@ -32,7 +32,7 @@ from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.tile import MOST_COLUMNS, Tile, moved, stores_wide
-from upconv.derived import derived_from, varied
+from upconv.derived import derived_from, settled, varied
 from upconv.problem import Problem
 
 _MOST_INSTRUCTIONS = 192  # of a consumer for a chunk: they are one stretch of code
@@ -108,14 +108,19 @@ class Sweep(Tile):
         """The tiling of a tile's pixels, of the layer without its taps along D; its M means nothing."""
         return varied(self._chunk_pixels, stages_p=self.stages, stages_s=self.stages_s)
 
-    @derived_from("problem", "shape", "chunk")
-    def _chunk_pixels(self) -> Tiling:
-        """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
+    @derived_from("problem")
+    def _any_pixels(self) -> Tiling:
+        """`pixels` of whatever tile and chunk."""
         p = self.problem
         slice_ = p.with_(
             kernel=(1, *p.kernel[1:]), padding=(0, *p.padding[1:]), output_padding=(0, *p.output_padding[1:])
         )
-        t = Tiling(slice_, (1, 64), (1, 1, *self.shape), 0, self.chunk)
+        return settled(Tiling(slice_, (1, 64), (1, 1, 1, 64), 0, 8), "problem", "unroll", "subs", "w_subs", "classes")
+
+    @derived_from("problem", "shape", "chunk")
+    def _chunk_pixels(self) -> Tiling:
+        """`pixels` with whatever stages: what follows from the others is found here, once for all of them."""
+        t = varied(self._any_pixels, tile=(1, 1, *self.shape), chunk=self.chunk)
         _ = t.pixels, t.tensor_map, t.strided_box
         return t
 
@@ -268,8 +273,9 @@ def _segments(walks: int, slices: int, slots: int, multiprocessors: int) -> int:
 def _tiles(layer: Problem, gpu: Gpu) -> tuple[Sweep, ...]:
     """A layer's sweeps for all sizes: searched once, then one millisecond for each size."""
     chunks, found = chunk_sizes(layer), []
+    first = settled(Sweep(layer, (1, 1), 1, chunks[0]), "problem")
     for nb, width in product(_SUBTILES, _WIDTHS):
-        base = Sweep(layer, (1, width), nb, chunks[0])
+        base = varied(first, shape=(1, width), nb=nb)
         if not base.holds:
             continue
         # What `fits` would refuse, before there are tiles for it: two thirds of all.
