@@ -3,6 +3,7 @@ and their bounds leave out no tiling that could be the best."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import conftest
 from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda.compile import jit
+from upconv.cuda.direct import costs, tiles
 from upconv.cuda.gemm import gather, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
@@ -144,3 +146,29 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
     assert looked > 300
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
+def test_what_a_weights_tiling_takes_at_least_is_less_than_its_estimate(gpu: Gpu) -> None:
+    looked: set[tuple[type, str, int, bool]] = set()
+    for p in suite_layers(9, "grad-weight"):
+        if wgrad.refusal(p, gpu):
+            continue
+        model = wgrad_costs.Model(p, gpu)
+        for t in list(wgrad_search.candidates(p, gpu))[::13]:
+            blocks, number, positions = model.blocks(t), t.chunks(p), math.prod(t.chunk)
+            assert blocks.of_chunk + blocks.of_position * positions < model.clocks(t), (p, t)
+            assert blocks.least(number, number * positions) < model.fastest(t)[0], (p, t)
+            looked.add((type(t), p.layout, t.element, max(p.stride) > 1))
+    assert len(looked) >= (10 if gpu is H200 else 5)
+
+
+@pytest.mark.parametrize("pass_", planning.PASSES)
+@pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
+def test_what_a_tile_on_cuda_cores_takes_at_least_is_less_than_its_estimate(gpu: Gpu, pass_: Pass) -> None:
+    looked = 0
+    for p in suite_layers(11, pass_):
+        for tile in tiles.fitting(p, gpu)[::4]:
+            assert costs.least(p, tile, gpu) < costs.cost(p, tile, gpu)[0].seconds, (p, tile)
+            looked += 1
+    assert looked > 200

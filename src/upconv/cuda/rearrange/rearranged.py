@@ -189,7 +189,7 @@ def _faster(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general
     q, (moved, launches) = of.rearranged(p), of.copies(p)
     copies = moved / (_RATE * gpu.bandwidth) + launches * RATES.launch
     bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
-    if bytes_alone > most:  # a search takes 50 to 150 ms for a new layer
+    if bytes_alone > most:  # so that nothing is searched
         return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"
     inner = choose(q, gpu)
     if isinstance(inner, str):
