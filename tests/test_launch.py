@@ -339,6 +339,6 @@ def test_counters_of_a_stream_are_one_tensor_for_all_threads(monkeypatch: pytest
     monkeypatch.undo()
     assert all(one is counters.of_streams[0] for one in found)
     kept = counters.of_streams[0]
-    for stream in range(1, launch_module._COUNTERS + 1):
+    for stream in range(1, launch_module._STREAMS + 1):
         counters.make(stream, like)
     assert 0 not in counters.of_streams and counters._before[0] is kept

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upconv.cpu import memory_format
 from upconv.cuda import recording
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.launch import Counters, Launcher, TooManyBlocks, bind, stream_handle
@@ -31,8 +32,6 @@ from upconv.cuda.launches import (
     WeightForm,
     Zeros,
 )
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 Values = list[Any]
 """Addresses of operands and of places in them, then words of other arguments as bytes."""
@@ -297,8 +296,8 @@ class Prepared(_Prepared):
 
 
 def _is_channels_last(weight: Tensor) -> bool:
-    order = _LAST.get(weight.dim())  # a problem may have a dimension more (`Problem.abreast`)
-    return order is not None and weight.is_contiguous(memory_format=order)
+    rank = weight.dim() - 2  # a problem may have a dimension more (`Problem.abreast`)
+    return rank in (2, 3) and weight.is_contiguous(memory_format=memory_format("channels_last", rank))
 
 
 class PreparedBias(_Prepared):

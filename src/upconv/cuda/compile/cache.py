@@ -26,7 +26,6 @@ from pathlib import Path
 
 _DIGEST = hashlib.sha256().digest_size
 _MOST_BYTES = 2 << 30
-_EMPTIED_TO = 0.9  # of the limit, so that not each write removes something
 _TIDIED_EVERY = 64  # writes of a process
 _DAY = 86400.0  # to which the time of the last use is kept; a temporary file so old belongs to a process that died
 
@@ -207,7 +206,7 @@ def _tidy(folder: Path) -> None:
     for _, size, path in sorted(entries)[:-1]:
         path.unlink(missing_ok=True)
         total -= size
-        if total <= _EMPTIED_TO * most:
+        if total <= most:
             return
 
 

@@ -19,8 +19,7 @@ from upconv.cuda.compile import driver, jit
 from upconv.cuda.compile.driver import Kernel
 from upconv.cuda.gpu import gpu
 
-_STREAMS = 256  # handles kept; PyTorch has pools of 32 streams per device and priority
-_COUNTERS = 64  # streams of a kernel that have counters
+_STREAMS = 256  # of which something is kept; PyTorch has pools of 32 streams per device and priority
 
 
 class LaunchError(RuntimeError):
@@ -60,7 +59,7 @@ class Counters:
 
     def make(self, stream: int, like: torch.Tensor) -> torch.Tensor:
         """Those of a stream that has none, zeroed on it; it is the current one, and ``like`` is on its device."""
-        if len(self.of_streams) >= _COUNTERS:
+        if len(self.of_streams) >= _STREAMS:
             self._before, self.of_streams = self.of_streams, {}
         with _disable_current_modes():  # a recording has words of its own
             zeros = torch.zeros(self._words, dtype=torch.int32, device=like.device)

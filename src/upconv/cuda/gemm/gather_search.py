@@ -16,13 +16,11 @@ from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
 from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
-from upconv.cuda.gemm.tiling import Tiling
+from upconv.cuda.gemm.tiling import MOST_ACCUMULATORS, Tiling
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
 from upconv.problem import Problem, Triple, triple
 
-_ACCUMULATORS = 4  # blocks of 64 x 64 that a consumer warpgroup holds: 128 registers of a thread's 200
-_MMA_ACCUMULATORS = 2  # without setmaxnreg a thread has 168 registers
 _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
 _PROMISING = 8  # tilings with clusters that are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
@@ -66,8 +64,8 @@ class Kind:
     """With a ``size``, those of such images side by side."""
 
     def accumulators(self, p: Problem) -> int:
-        """Most blocks of 64 x 64 sums that a consumer holds."""
-        return (_ACCUMULATORS if self.wgmma else _MMA_ACCUMULATORS) // (2 if p.precision == "ieee" else 1)
+        """Most blocks of 64 x 64 sums that a consumer holds: half as many without wgmma, which setmaxnreg is for."""
+        return MOST_ACCUMULATORS // (1 if self.wgmma else 2) // (2 if p.precision == "ieee" else 1)
 
 
 def candidates(p: Problem, gpu: Gpu, **kind: Any) -> tuple[Tiling, ...]:

@@ -22,12 +22,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from upconv.cuda.gpu import ROWS_M
 from upconv.derived import derived
 from upconv.problem import Problem, Triple, triple
 
 SLAB = 16  # rows of M that a warp has
-_MOST_ROWS = 64  # beyond, the strided layer has channels enough of its own,
-_WIDE_STRIDE = 5  # save where a tile holds fewer phases along W than there are, and stores between the others'
+# From which on more rows gain than an instruction has: other tiles hold fewer phases along W than there are, and store
+# between each other's results.
+_WIDE_STRIDE = 5
 
 
 def refusal(p: Problem) -> str | None:
@@ -41,8 +43,8 @@ def refusal(p: Problem) -> str | None:
     rows = Shuffle(p)
     if rows.inner > SLAB:
         return f"{rows.inner} neighbouring outputs of a position are more than the {SLAB} rows of a warp"
-    if rows.rows > _MOST_ROWS and (rows.channels_last or p.stride[-1] < _WIDE_STRIDE):
-        return f"{p.out_channels} channels in {math.prod(p.stride)} phases take more than {_MOST_ROWS} rows"
+    if rows.rows > ROWS_M and (rows.channels_last or p.stride[-1] < _WIDE_STRIDE):
+        return f"{p.out_channels} channels in {math.prod(p.stride)} phases take more than {ROWS_M} rows"
     return None
 
 

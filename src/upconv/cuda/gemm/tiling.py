@@ -18,7 +18,7 @@ from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX
 from upconv.derived import derived, derived_from
 from upconv.problem import Problem, Triple, triple
 
-_MOST_ACCUMULATORS = 5  # 64 x 64 each, 32 registers of a consumer's thread
+MOST_ACCUMULATORS = 4  # of 64 x 64, which a consumer holds: 128 registers of a thread's 200
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
 _STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
@@ -366,8 +366,8 @@ class Tiling(TiledPixels):
         h, w = self.tile[2:]
         if self.subs not in (1, 2, 4) or self.split not in (0, 1, 2) or self.sub not in ((1, 64), (8, 8)):
             yield f"subs, split or sub is none of the kernel's: {self.subs}, {self.split}, {self.sub}"
-        if not 1 <= self.mb * self.nb <= _MOST_ACCUMULATORS:
-            yield f"{self.mb} x {self.nb} blocks of accumulators are more than {_MOST_ACCUMULATORS}"
+        if not 1 <= self.mb * self.nb <= MOST_ACCUMULATORS:
+            yield f"{self.mb} x {self.nb} blocks of accumulators are more than {MOST_ACCUMULATORS}"
         if h % self.sub[0] or w % self.sub[1]:
             yield f"tile {self.tile} is no multiple of {self.sub}"
         if self.split == 0 and self.subtiles % 2:
