@@ -74,14 +74,18 @@ def test_answers(seed: int) -> None:
         assert families.choose(p, gpu) == answers, f"another answer the second time: {p} on {gpu.name}"
         best = family.best_of(answers)
         assert best is not None, f"no kernel: {p} on {gpu.name}"
-        assert all(family.weighed(best) <= family.weighed(one) for one in answers.values() if not isinstance(one, str))
+        assert all(
+            family.call_seconds(best) <= family.call_seconds(one)
+            for one in answers.values()
+            if not isinstance(one, str)
+        )
 
 
 def check_choice(name: str, choice: Any, p: Problem, gpu: Gpu) -> None:
     q = choice.problem
     assert choice.family == name
     assert (q.pass_, q.precision, q.dtype, q.macs) == (p.pass_, p.precision, p.dtype, p.macs)
-    assert 0 < choice.seconds < 100 and 0 < choice.margin < 10 and 0 <= choice.packing_seconds < 1
+    assert 0 < choice.seconds < 100 and 0 <= choice.packing_seconds < 1
     traffic = (p.bytes if p.pass_ == "fwd" else 0) / gpu.bandwidth
     assert choice.seconds >= 0.5 * traffic, "faster than memory"
     given = Given(

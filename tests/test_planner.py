@@ -182,7 +182,7 @@ def test_reasons_for_leaving_cuda_calls_to_pytorch(device: Device, reason: str) 
 
 def _fixed(family: str, seconds: float, packing_seconds: float = 0.0) -> SimpleNamespace:
     return SimpleNamespace(
-        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", cost=Cost(), margin=1.0,
+        family=family, problem=LAYERS["C"], seconds=seconds, summary="a tile", bound="bytes", cost=Cost(),
         packing_seconds=packing_seconds,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from upconv import cpu
 from upconv.cpu import rule
 from upconv.cuda import families, gpu
-from upconv.cuda.family import Choice, best_of, weighed
+from upconv.cuda.family import Choice, best_of, call_seconds
 from upconv.cuda.gpu import Gpu
 from upconv.problem import Pass, Problem
 
@@ -240,8 +240,8 @@ def _slower(choice: Choice, best: Choice) -> str:
     """Why a choice is not the best one, in a sentence."""
     if choice.seconds >= best.seconds:
         return f"slower: {_modelled(choice)}"
-    own, other = (f"{1e3 * weighed(one):.3g}" for one in (choice, best))
-    return f"slower, as models hope more or less: {own} ms where {best.family} counts {other}; {_modelled(choice)}"
+    own, other = (f"{1e3 * call_seconds(one):.3g}" for one in (choice, best))
+    return f"slower with its packing: {own} ms, and {other} ms by {best.family}; {_modelled(choice)}"
 
 
 def _no_kernels(p: Problem, device: Device) -> str | None:

@@ -63,11 +63,6 @@ class Choice(ABC):
         return self.cost.bound
 
     @property
-    def margin(self) -> float:
-        """By what `seconds` is multiplied beside another family's, where its model is the more optimistic one."""
-        return 1.0
-
-    @property
     def packing_seconds(self) -> float:
         """What every call takes to pack the weights ahead of the kernel."""
         return 0.0
@@ -127,19 +122,14 @@ def packing_seconds(p: Problem, gpu: Gpu | None = None) -> float:
     return _PACK_LAUNCH + (0.0 if gpu is None else 2 * math.prod(p.weight_shape) * p.dtype.itemsize / gpu.bandwidth)
 
 
-def weighed(choice: Choice) -> float:
-    """What a family expects of its choice in seconds, as it stands beside other families'."""
-    return choice.seconds * choice.margin + choice.packing_seconds
-
-
 def call_seconds(choice: Choice) -> float:
-    """What a call is expected to take, in seconds: by its model, or as it stands beside others, whichever is more."""
-    return max(choice.seconds, weighed(choice))
+    """What a call is expected to take, in seconds, by which choices are compared."""
+    return choice.seconds + choice.packing_seconds
 
 
 def best_of(found: dict[str, Choice | str]) -> Choice | None:
     """The choice of the least time among families' answers; of equals the first."""
-    return min((c for c in found.values() if not isinstance(c, str)), key=weighed, default=None)
+    return min((c for c in found.values() if not isinstance(c, str)), key=call_seconds, default=None)
 
 
 def answer_of(found: dict[str, Choice | str]) -> Choice | str:

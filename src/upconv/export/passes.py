@@ -11,7 +11,7 @@ from itertools import product
 from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct
-from upconv.cuda.family import best_of, weighed
+from upconv.cuda.family import best_of, call_seconds
 from upconv.cuda.gemm import gather, joined
 from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Unit
@@ -137,7 +137,7 @@ def kernels(p: Problem, gpu: Gpu, forward_only: bool = False, alone: bool = Fals
         choice = best_of(answers)
         if pass_ == "grad-input" and choice is not None and "fwd" in found:
             alike = answers.get(_kind(found["fwd"].choice))
-            if isinstance(alike, Choice) and weighed(alike) <= _ALIKE * weighed(choice):
+            if isinstance(alike, Choice) and call_seconds(alike) <= _ALIKE * call_seconds(choice):
                 choice = alike
         if isinstance(choice, Choice):
             found[pass_] = Kernel(pass_, choice, alone)

@@ -115,7 +115,7 @@ def _tiled(p: Problem, gpu: Gpu, best: family.Choice | None) -> Choice | str:
     """`choose`, but of what CUDA cores cannot do as fast no tile is looked for."""
     if too_long := family.too_long(p):
         return too_long
-    if best is not None and (least := least_seconds(p, gpu)) > family.weighed(best):
+    if best is not None and (least := least_seconds(p, gpu)) > family.call_seconds(best):
         return f"slower: its multiply-adds alone take {least * 1e3:.3g} ms on CUDA cores"
     return choose(p, gpu)
 
@@ -128,5 +128,5 @@ def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: 
     tiled: Any = _tiled(p, gpu, best)
     slow: Any = plain.candidate(p, gpu)
     if not isinstance(tiled, str):
-        return min(tiled, slow, key=family.weighed)
-    return slow if best is None or family.weighed(slow) < family.weighed(best) else tiled
+        return min(tiled, slow, key=family.call_seconds)
+    return slow if best is None or family.call_seconds(slow) < family.call_seconds(best) else tiled

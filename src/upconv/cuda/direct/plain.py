@@ -26,10 +26,8 @@ _KERNELS: dict[Pass, tuple[str, tuple[str, ...]]] = {
 }
 """Entries and operands."""
 _MOST_BLOCKS = 2**20  # which take the results in turn
-_LANES = 32  # for which a multiprocessor issues a load in a clock
-_PRODUCT, _TEST = 5, 10  # of those loads, what takes as long as a product, and as a test whether a tap meets an element
+_LOADS = 10  # of a thread, which take as long as a product, or as a test whether a tap meets an element
 _WAIT = 10  # clocks that a thread waits for one
-_APART = 4  # times a product's loads in channels_last, where neighbouring threads read other weights
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,6 @@ class Choice(family.Choice):
     def summary(self) -> str:
         each = "block" if self.problem.pass_ == "grad-weight" else "thread"
         return f"one result per {each}, {blocks(self.problem)} blocks"
-
-    @property
-    def margin(self) -> float:
-        """So rough a model has to promise much."""
-        return 2.0
 
     @property
     def packing(self) -> tuple[str, Pass]:
@@ -118,12 +111,12 @@ def _tests(p: Problem) -> float:
 
 
 def seconds(p: Problem, gpu: Gpu) -> float:
-    """What the kernel takes by the model."""
-    product = _PRODUCT * (_APART if p.layout == "channels_last" else 1)
-    loads = product * p.flops / 2 + _TEST * _results(p) * _tests(p)
-    issued = loads / (min(_LANES, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
+    """Twice what the kernel takes by the model: so rough a one has to promise much."""
+    loads = _LOADS * (p.flops / 2 + _results(p) * _tests(p))
+    # A multiprocessor issues a load of a warp in a clock.
+    issued = loads / (min(32, fma_lanes(gpu, p.dtype is torch.float64)) * gpu.multiprocessors)
     clocks = max(issued, _WAIT * loads / (blocks(p) * THREADS))
-    return CORES.launch + p.bytes / gpu.bandwidth + clocks / gpu.clock
+    return 2 * (CORES.launch + p.bytes / gpu.bandwidth + clocks / gpu.clock)
 
 
 def candidate(p: Problem, gpu: Gpu) -> Choice:

@@ -56,14 +56,6 @@ class Choice(TileChoice):
         return found
 
     @property
-    def margin(self) -> float:
-        """Its model is too optimistic for tiles that unroll rows of 3-D layers, so its estimate is scaled. In
-        channels_last it is not, where there is no stride."""
-        p = self.problem
-        right = self.tiling.channels_last and max(p.stride) == 1
-        return 1.22 if p.rank == 3 and self.tiling.unroll != (1, 1, 1) and not right else 1.0
-
-    @property
     def grid(self) -> int:
         """Blocks: one for each multiprocessor, and with resident weights as many for each M-group; of clusters all."""
         t = self.tiling

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from upconv.cuda import family
 from upconv.cuda.cost import Cost
-from upconv.cuda.family import weighed
+from upconv.cuda.family import call_seconds
 from upconv.cuda.gemm import gather
 from upconv.cuda.gpu import RATES, Gpu
 from upconv.cuda.launches import Given, Launch, Operand, Scratch, renamed
@@ -167,7 +167,7 @@ def choose(q: Problem, gpu: Gpu) -> Inner | str:
     inner: tuple[Any, ...] = (wgrad,) if q.pass_ == "grad-weight" else (gather, pixels)
     found = [one.candidate(q, gpu) for one in inner]
     choices: list[Inner] = [choice for choice in found if not isinstance(choice, str)]
-    return min(choices, key=weighed) if choices else str(found[0])
+    return min(choices, key=call_seconds) if choices else str(found[0])
 
 
 def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> family.Choice | str:
@@ -188,13 +188,13 @@ def _faster(mode: str, p: Problem, gpu: Gpu, best: family.Choice | None, general
     of = MODES[mode]
     q, (moved, launches) = of.rearranged(p), of.copies(p)
     copies = moved / (_RATE * gpu.bandwidth) + launches * RATES.launch
-    bytes_alone, most = copies + q.bytes / gpu.bandwidth, weighed(best) - _GAIN
+    bytes_alone, most = copies + q.bytes / gpu.bandwidth, call_seconds(best) - _GAIN
     if bytes_alone > most:  # so that nothing is searched
         return f"slower: {bytes_alone * 1e3:.3g} ms for its bytes alone, its tensors rearranged"
     inner = choose(q, gpu)
     if isinstance(inner, str):
         return inner
     found = Choice(mode, inner, p, Cost(inner.seconds + copies))
-    if weighed(found) > most:
+    if call_seconds(found) > most:
         return f"slower, or too little faster: {found.seconds * 1e3:.3g} ms by the model, its tensors rearranged"
     return found
