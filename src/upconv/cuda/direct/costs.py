@@ -13,8 +13,7 @@ from upconv.cuda.gpu import CORES, SECTOR, Gpu, fma_lanes, threads_per_sm
 from upconv.problem import Problem
 
 _SCHEDULERS = 4  # of a multiprocessor, each of which issues some of its warps' instructions
-_RANGES = 512  # of tiles at most; their partial sums are added in a second step
-_MAX_BYTES = 64 << 20  # of partial sums
+_MAX_BYTES = 64 << 20  # of partial sums of ranges of tiles, which are added in a second step
 
 
 class _Block(NamedTuple):
@@ -171,7 +170,7 @@ def _overread(p: Problem, tile: Tile) -> float:
 
 def most_ranges(p: Problem, tile: Tile) -> int:
     """Ranges of tiles whose partial sums take no more memory than they may."""
-    return max(1, min(_RANGES, _MAX_BYTES // (math.prod(p.weight_shape) * tile.accumulator)))
+    return max(1, _MAX_BYTES // (math.prod(p.weight_shape) * tile.accumulator))
 
 
 def ranges_of(tiles: int, blocks: int, most: int, slots: int) -> int:

@@ -14,7 +14,6 @@ from upconv.cuda.gpu import MAX_BOX, MAX_BOX_STEP
 from upconv.cuda.wgrad.wgrad_tiling import Chunk, Rows, Tiling, of_chunk
 from upconv.derived import derived, derived_from
 
-_MAX_STACK = 5  # rows of x in one instruction's columns
 _UNROLLED = 40  # matrix instructions of a warpgroup between whose ends the tensor cores do not drain
 _UNIT = 7.0  # passes of shared memory that a row of g twice as long weighs
 
@@ -290,7 +289,7 @@ class WarpgroupTiling(Tiling):
             return False
         if self.channels_last and not self.turned and self.x_width < min(self.block[0], 64):
             return False  # columns beyond a swizzled line are the next row's
-        return self.stack <= _MAX_STACK and self.stack * width <= 256
+        return self.stack * width <= 256  # columns of an instruction
 
     @property
     def a_shared(self) -> bool:
