@@ -17,14 +17,13 @@ Constraints:
 - Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
   ask for IEEE float32 the plain kernels compute.
 - Tensors are copied to the contiguous memory format where needed; so are those whose rows are no multiple of 4
-  columns. The forward's rows have 64 columns: shorter ones have zeros behind them, and longer ones are cut. Results
-  are contiguous.
+  columns. Rows of more than 64 columns are cut for the forward. Results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
 
 Kernels, which serve every batch and spatial size, as planned for inputs of 16 x 32 x 64 x 64 x 64 on an NVIDIA
 H200:
 - forward: rows joined to one: wgmma tf32, tile of 232 places x 64 channels, 4 stages of 512 places x 8 channels, 4
-  of 10 x 64 pixels, 4 of 5 taps, 218 KB shared.
+  of 576 pixels, 5 of 5 taps, 220 KB shared.
 - gradient for the input: pixels as rows, sweep: wgmma tf32, tile 13x16 (HxW), walks of 32 slices, 96 columns, chunk
   of 8 channels, weights in a ring of 4 x 12 steps, 219 KB shared.
 - gradient for the weight: wgmma of up to 5 rows tf32, 32x64 channels x 3x5x1 taps a block, chunks of 1x4x2x16
@@ -32,7 +31,7 @@ H200:
 
 A block of the forward:
   input -> 4 slots of rows -> joined by 2 warps -> ring of 4 stages of places --+
-  weights -> packed -> ring of 4 stages ----------------------------------------+-> result
+  weights -> packed -> ring of 5 stages ----------------------------------------+-> result
   Roles: a thread that loads rows, one that loads weights, two warps that join, two warpgroups that multiply.
 
 Measured by `upconv bench --suite kernelbench --as-exported`.
@@ -646,8 +645,6 @@ static constexpr int STAGES_OF_SLICE = (TAPS + C::taps_of_stage - 1) / C::taps_o
 static constexpr int TAP_BYTES = ROWS_M * 32;
 static constexpr int STAGE_BYTES = C::span * 32;
 static constexpr int WEIGHT_BYTES = C::taps_of_stage * TAP_BYTES;
-static constexpr int BOX_BYTES = C::rows * CK * C::box_w * 4;  // [channel][row][column], of 16 bits [row][channel][column, swizzled]
-static constexpr int SLOT_BYTES = BOX_BYTES;
 static constexpr int OUT_SPAN = 512;                    // bytes of a channel that are stored at a time
 static constexpr int OUT_PLACES = OUT_SPAN / 4;
 static constexpr int OUT_PITCH = OUT_SPAN + 32;  // so that channels meet different banks, and begin as late as in memory
@@ -658,11 +655,11 @@ static constexpr int THREADS = 128 + CONSUMERS * 128;
 static constexpr int LANES = 32;    // of those that turn a stage
 
 using Stages = RingOf<C::stages, STAGE_BYTES>;
-using Slots = RingOf<C::slots, SLOT_BYTES>;
+using Slots = RingOf<C::slots, C::slot_bytes>;          // [channel][row][column]; of 16 bits boxes of 64 columns as Turn16 has them
 using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
-static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
-static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
+static constexpr int WEIGHTS_AT = Slots::BYTES;         // whole 256 bytes, of 16 bits 1,024
+static constexpr int STAGES_AT = WEIGHTS_AT + Weights::BYTES;  // whole 256
+static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
 static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
 static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
@@ -675,12 +672,13 @@ struct Memory {                                         // of a block; the rings
 };
 static __device__ __forceinline__ Memory memory_at(u32 a) {
   u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
-  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
+  return {Stages::at(a + STAGES_AT, full), Slots::at(a, landed), Weights::at(a + WEIGHTS_AT, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
 }
 
 struct Sizes {
   int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
   int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
+  int rows, columns;                                    // of a slot
 };
 
 struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
@@ -707,6 +705,7 @@ static __device__ __forceinline__ Corner corner_of(const Tile& t, const Sizes& s
   int f = t.f - halo(s), row = f >= 0 ? f / s.pitch : -((s.pitch - 1 - f) / s.pitch);
   return {row, f - row * s.pitch};
 }
+static __device__ __forceinline__ int rows_of(int ahead, int span, const Sizes& s) { return (ahead + span - 1) / s.pitch + 1; }
 
 // --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -768,9 +767,9 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
       for (int d = first; d > first - slices.count; d -= C::dilation_d, cursor.next()) {
         u32 to = slots.stage(cursor), barrier = slots.full(cursor);
         slots.wait_empty(cursor);
-        expect_bytes(barrier, BOX_BYTES);
-        int w = 0, c = chunk * CK;
-        load_box(to, map, w, corner.row, d, c, t.n, barrier);
+        expect_bytes(barrier, s.rows * s.columns * 32);
+        int c = chunk * CK;
+        load_box(to, map, 0, corner.row, d, c, t.n, barrier);
       }
   }
 }
@@ -778,32 +777,62 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
 // What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
 // several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
 
-// Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
-// has rounded to TF32.
-struct Turn32 {
-  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3, CHANNEL_BYTES = C::rows * C::box_w * 4;
-  u32 from[OWN_PIXELS];
+// Places behind rows, which no slot has.
+struct Gaps {
+  int behind, count, at, column, more, columns;         // of a row, of a stage; a lane's first, and its way to the next
   __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
-#pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
-      from[k] = w < C::box_w && p < span ? w / C::box_w * BOX_BYTES + (row * C::box_w + w % C::box_w) * 4 : ~0u;
+    behind = s.pitch - s.columns, count = rows_of(ahead, span, s) * behind;
+    if (behind == 0) return;
+    column = lane % behind, at = lane / behind * s.pitch + s.columns + column - ahead;
+    columns = LANES % behind, more = LANES / behind * s.pitch + columns;
+  }
+  __device__ __forceinline__ void clear(const Sizes& s, int span, u32 stage, int lane) const {
+#pragma unroll 1
+    for (int i = lane, p = at, w = column; i < count; i += LANES) {
+      if ((u32)p < (u32)span) {
+        store_shared_128(stage + p * 32, 0, 0, 0, 0);
+        store_shared_128(stage + p * 32 + 16, 0, 0, 0, 0);
+      }
+      p += more, w += columns;
+      if (w >= behind) w -= behind, p += s.columns;
     }
   }
-  __device__ __forceinline__ void turn(const Sizes&, int, int span, u32 slot, u32 stage, u32, int lane) const {
+};
+
+// Float32. A lane a pixel of a channel, so that loads are constants apart, and loads and stores meet all banks; `to`: where a stage has its
+// place, ~0: nowhere. Lanes behind the last pixel load what is none: of the last slot's last channel, weights. The engine has rounded to TF32.
+struct Turn32 {
+  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3;
+  int first;                                            // pixel: of the first place, or the next behind it
+  u32 to[OWN_PIXELS];
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+    first = ahead < s.columns ? ahead : s.columns;
 #pragma unroll
-    for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int i = first + lane + k * LANES, row = i / s.columns, p = i + row * (s.pitch - s.columns) - ahead;
+      to[k] = p < span ? unit_at(p, 0) : ~0u;
+    }
+  }
+  __device__ __forceinline__ void turn(const Sizes& s, int, int, u32 slot, u32 stage, u32, int lane) const {
+    u32 from[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      from[c] = slot + (c * s.rows * s.columns + first + lane) * 4;
+      opaque(from[c]);
+    }
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k += AT_ONCE) {
+      if (to[k] == ~0u) break;
       u32 v[AT_ONCE][8];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
+      for (int i = 0; i < AT_ONCE && k + i < OWN_PIXELS; i++)
 #pragma unroll
-        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
+        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32(from[c] + (k + i) * (LANES * 4));
 #pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
-        int p = lane + (first + i) * LANES;
-        if (p >= span) break;
-        store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
-        store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
+      for (int i = 0; i < AT_ONCE && k + i < OWN_PIXELS; i++) {
+        if (to[k + i] == ~0u) break;
+        store_shared_128(stage + to[k + i], v[i][0], v[i][1], v[i][2], v[i][3]);
+        store_shared_128(stage + to[k + i] ^ 16, v[i][4], v[i][5], v[i][6], v[i][7]);
       }
     }
   }
@@ -819,7 +848,9 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
     const Tile t = tile_at(index, s);
     int ahead = corner_of(t, s).ahead;
     Turn own;
+    Gaps gaps;
     own.locate(s, ahead, span, lane);
+    gaps.locate(s, ahead, span, lane);
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
       bool others = turn_of != warp;
@@ -828,6 +859,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
       memory.slots.wait_full(slot);
       memory.stages.wait_empty(stage);
       own.turn(s, ahead, span, memory.slots.stage(slot), memory.stages.stage(stage), memory.trash, lane);
+      gaps.clear(s, span, memory.stages.stage(stage), lane);
       fence_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(memory.stages.full(stage));
@@ -967,9 +999,9 @@ static __device__ __forceinline__ void run(const char* packed, const Type* bias,
 template <class C>
 __global__ void __launch_bounds__(Joined<C>::THREADS, 1)
 joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
-       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
+       int plane, int tiles_f, int tiles, int rows, int columns, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
+  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles, rows, columns}, map, shared_address(memory));
 }
 
 // Tables of a kernel's constants: arrays of its struct, which device code does not index itself at run time. A kernel may have one as a
@@ -2209,8 +2241,8 @@ add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __r
 struct Forward {
   static constexpr int precision = 0, cin = 32, cout = 64, producer_registers = 40, consumer_registers = 232;
   static constexpr int places = 232, kernel_d = 3, kernel_h = 5, kernel_w = 5, dilation_d = 1, slots = 4;
-  static constexpr int weight_stages = 4, warps_of_stage = 1, taps = 25, taps_of_stage = 5, span = 512, rows = 10;
-  static constexpr int box_w = 64, stages = 4;
+  static constexpr int weight_stages = 5, warps_of_stage = 1, taps = 25, taps_of_stage = 5, span = 512;
+  static constexpr int slot_bytes = 18432, stages = 4;
 };
 
 // --- constants: gradient for the input -------------------------------------------------------------------------------
@@ -2309,14 +2341,15 @@ kernels::TensorMap tensor_map(const at::Tensor& t, Given... given) {
 }  // namespace
 
 void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& out,
-             int blocks, const std::array<int, 6>& sizes) {
+             int blocks, const std::array<int, 8>& sizes) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor packed = at::empty({614400}, x.options().dtype(at::kByte));
   kernels::pack<kernels::Joined<kernels::Forward>><<<150, 256, 0, stream>>>(of(weight), of(packed), 1);
-  kernels::joined<kernels::Forward><<<blocks, 384, shared(kernels::joined<kernels::Forward>, 223456), stream>>>(
-      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-      {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{64, 10, 1, 8, 1},
+  kernels::joined<kernels::Forward><<<blocks, 384, shared(kernels::joined<kernels::Forward>, 225520), stream>>>(
+      of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+      sizes[7], {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
+                  std::array<cuuint32_t, 5>{cuuint32_t(sizes[7]), cuuint32_t(sizes[6]), 1, 8, 1},
                   std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2418,7 +2451,9 @@ def forward_launch(batch, source, result, processors):
     plane = result[1] * result[2]
     tiles_of_slice = ceil(plane, 232)
     tiles = batch * result[0] * tiles_of_slice
-    return min(tiles, processors), (source[0], result[0], result[2], plane, tiles_of_slice, tiles)
+    rows = 6 + 234 // result[2]
+    columns = ceil(source[2], 4) * 4
+    return min(tiles, processors), (source[0], result[0], result[2], plane, tiles_of_slice, tiles, rows, columns)
 
 
 def grad_input_launch(batch, source, result, processors):
@@ -2487,9 +2522,9 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def wide(t: Tensor, multiple: int) -> Tensor:
-    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
-    more = -t.shape[-1] % multiple
+def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:
+    """A tensor, or memory like it whose columns but so many are a multiple: kernels store whole units of a row."""
+    more = (behind - t.shape[-1]) % multiple
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
 
 
@@ -2510,7 +2545,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
                 part = forward(x[..., begin : begin + 64], weight, bias, given)[..., first:]
                 out[..., begin + first :][..., : part.shape[-1]] = part
             return out
-        result = wide(out, 68)
+        result = wide(out, 4, 4)
         launch = forward_launch(x.shape[0], full(x), full(result), processors(x.get_device()))
         build(True).forward(x, weight, bias, result, *launch)
         return out if result is out else out.copy_(result[..., : out.shape[-1]])

@@ -135,7 +135,12 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
 
 
 def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    tile = one_of(rng, joined.candidates(p, gpu)) if joined.refusal(p, gpu) is None else None
+    """Also by a tile that was chosen for longer rows."""
+    if joined.refusal(p, gpu) is not None:
+        return None
+    width = rng.choice((p.size[-1], 24, 64, 128, 192))
+    every = joined.candidates(p.with_(size=(*p.size[:-1], width)), gpu)
+    tile = one_of(rng, (t for t in every if t.serves_width(p.size[-1])))
     return tile and joined.Choice(tile, p, gpus(rng, gpu), Cost(1e-5))
 
 

@@ -54,7 +54,7 @@ from upconv.export import (
 from upconv.export.check import load
 from upconv.export.passes import Kernel
 from upconv.planner import Device, plan
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem
 
 CALL = """
 extern "C" __attribute__((visibility("default")))
@@ -302,7 +302,11 @@ def test_launches_and_tensor_maps_are_the_librarys(name: str, kind: str) -> None
     check_launches(found, p, H200, 8)
     for k in found:
         text = cpp.definition(k)  # it asserts that maps are of whole tensors, which the file's C++ has from the tensor
-        maps = [one for one in cpp.main_launch(k).arguments if isinstance(one, Map)]
+        launch = cpp.main_launch(k)
+        numbers = cpp.sizes(launch)
+        for i, number in enumerate(numbers):
+            text = text.replace(f"cuuint32_t(sizes[{i}])", str(number))
+        maps = [one for one in launch.arguments if isinstance(one, Map)]
         assert text.count("tensor_map(") == len(maps)
         for one in maps:
             box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
@@ -515,26 +519,44 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
     assert [t.data_ptr() for t in read["grad_weight"]] == both, "one copy is read by two kernels"
 
 
-@pytest.mark.parametrize("kernel,columns,cut", ((5, 16, 12), (11, 16, 4), (21, 32, 12), (15, 16, 0), (21, 16, 0)))
+@pytest.mark.parametrize(
+    "precision,kernel,planned,longest,cut",
+    (
+        ("tf32", 5, 16, 64, 60), ("tf32", 4, 60, 68, 64), ("tf32", 11, 16, 36, 24), ("tf32", 17, 16, 24, 8),
+        ("bf16", 21, 16, 32, 8), ("bf16", 13, 16, 0, 0),
+    ),
+)  # fmt: skip
 def test_rows_longer_than_the_kernels_are_cut(
-    kernel: int, columns: int, cut: int, faked: Callable[[Problem], dict[str, Any]]
+    precision: Precision, kernel: int, planned: int, longest: int, cut: int, faked: Callable[[Problem], dict[str, Any]]
 ) -> None:
     """Into parts, also of fewer columns from one to the next than the kernel reaches. Where there would be none, the
-    file has a kernel for rows of every length, though the planner has one for joined rows."""
-    p = parse_layer(f"64,64,(3,{kernel}),padding=(1,0)", f"16x64x64x{columns}").with_(precision="tf32")
-    planned = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
-    assert planned is not None and planned.family == "joined"
+    file has a kernel for rows of every length, though the planner has one for joined rows. Shorter rows are as long as
+    they are."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    p = parse_layer(f"64,64,(3,{kernel}),padding=(1,0)", f"16x64x64x{planned}").with_(precision=precision, dtype=dtype)
+    choice = plan(p, Device("cuda", gpu=H200)).selection("fwd").choice
+    assert choice is not None and choice.family == "joined"
     (forward,) = passes.kernels(p, H200, forward_only=True)
-    assert (forward.columns, forward.columns and forward.cut) == ((columns, cut) if cut else (0, 0))
-    module = faked(p)
-    model = module["ModelNew"]()
-    theirs = nn.ConvTranspose2d(64, 64, (3, kernel), padding=(1, 0))
+    assert (forward.columns, forward.columns and forward.cut) == (longest, cut)
+    module, widths = faked(p), list[tuple[int, int]]()
+    launch = module["forward_launch"]
+
+    def noted(batch: int, x: Sequence[int], out: Sequence[int], processors: int) -> Any:
+        widths.append((x[2], out[2]))
+        return launch(batch, x, out, processors)
+
+    module["forward_launch"] = noted
+    model = module["ModelNew"]().to(dtype)
+    theirs = nn.ConvTranspose2d(64, 64, (3, kernel), padding=(1, 0)).double()
     theirs.load_state_dict(model.conv_transpose2d.state_dict())
-    for width in (1, columns, columns + 1, columns + 6, 2 * columns, 3 * columns + 5):
-        x = torch.randn(2, 64, 3, width)
+    for width in (1, planned, longest + 1, longest + 6, 2 * longest + 3, 3 * longest + 5):
+        x = torch.randn(2, 64, 3, width, dtype=dtype)
         with torch.no_grad():
-            torch.testing.assert_close(model(x), theirs(x), rtol=1e-4, atol=1e-4)
-    assert max(x.shape[-1] for _, (x, _) in module["fake"].read) == (columns if cut else 3 * columns + 5)
+            bound = 1e-4 if precision == "tf32" else 2.0**-8
+            torch.testing.assert_close(model(x).double(), theirs(x.double()), rtol=bound, atol=bound)
+    if longest:
+        assert max(widths)[0] == longest
+        assert all(out % 2 == 0 and out - x < kernel + forward.result_multiple for x, out in widths)
 
 
 OTHERS = {

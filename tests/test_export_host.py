@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from conftest import by_turns, compiled_for_host, needs_gxx
 from upconv import reference
 from upconv.cuda.compile import jit
+from upconv.cuda.gpu import H200
 
 pytest.importorskip("tree_sitter")
-from upconv.export import fold, kernelbench_problem, signatures, syntax
+from upconv.bench.suites import parse_layer
+from upconv.export import fold, kernelbench_problem, passes, signatures, source, syntax
 from upconv.export.check import load
-from upconv.problem import Problem
+from upconv.problem import Precision, Problem
 
 pytestmark = needs_gxx
 MODELS = Path(__file__).parent.parent / "models"
@@ -110,6 +112,13 @@ def rounded(t: Tensor, p: Problem) -> Tensor:
     return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).double()
 
 
+def on_host(names: dict[str, Any], folder: Path, seed: int) -> None:
+    """Has a file's functions call its fast kernels on CPU tensors."""
+    extension = Extension(names["FAST"], folder, seed)
+    names.update(build=lambda fast: extension, is_fast=lambda *given: True, check=lambda *given: None)
+    names["processors"] = lambda device: 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", by_turns(FILES, 6))
 def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
@@ -117,9 +126,7 @@ def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     p = kernelbench_problem(number)
     text = (MODELS / f"model_{number}.py").read_text(encoding="utf-8")
     names = load(text)
-    extension = Extension(names["FAST"], tmp_path, number)
-    names.update(build=lambda fast: extension, is_fast=lambda *given: True, check=lambda *given: None)
-    names["processors"] = lambda device: 4
+    on_host(names, tmp_path, number)
     model: nn.Module = names["ModelNew"](*signatures.init_arguments(number, p), bias=True)
     (layer,) = model.children()
     longest = re.findall(r"if x\.shape\[-1\] > (\d+):", text)  # rows that are not cut
@@ -136,3 +143,29 @@ def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
         )
         for a, b, what in zip(found, wanted, ("output", "input", "weight")):
             assert reference.relative_error(a.detach(), b) < 2e-6, (what, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer,shape,precision",
+    (
+        ("8,16,(3,4),padding=(1,0)", "16x8x64x60", "tf32"),  # results' rows are longer than sources' by an odd number
+        ("8,64,(3,3,5),dilation=(2,1,1)", "4x8x20x24x32", "bf16"),
+    ),
+)
+def test_joined_rows_of_other_lengths(layer: str, shape: str, precision: Precision, tmp_path: Path) -> None:
+    """By the kernel that was planned for some: much shorter ones, the longest, and ones that are cut."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    p = parse_layer(layer, shape).with_(precision=precision, dtype=dtype)
+    (forward,) = passes.kernels(p, H200, forward_only=True)
+    assert forward.choice.family == "joined"
+    names = load(source(p, forward_only=True))
+    on_host(names, tmp_path, 1)
+    model = names["ModelNew"]().to(dtype)
+    (own,) = model.children()
+    for width in (1, 3, 10, 21, 40, forward.columns - 1, forward.columns, forward.columns + 3):
+        q = p.with_(batch=1, size=(*(3,) * (p.rank - 1), width))
+        x = torch.randn(q.input_shape, dtype=dtype)
+        wanted = reference.forward(q, rounded(x, q), rounded(own.weight.detach(), q), own.bias.detach().double())
+        error = reference.relative_error(model(x).detach(), wanted)
+        assert error < (2e-6 if precision == "tf32" else 4e-3), width

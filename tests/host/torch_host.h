@@ -46,7 +46,9 @@ typedef int cudaStream_t;
 typedef unsigned int cuuint32_t;
 typedef unsigned long long cuuint64_t;
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 };
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+};
 enum CUtensorMapSwizzle {
   CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_32B = 32, CU_TENSOR_MAP_SWIZZLE_64B = 64, CU_TENSOR_MAP_SWIZZLE_128B = 128
 };
@@ -63,7 +65,7 @@ static CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
                                        const cuuint64_t* pitches, const cuuint32_t* box, const cuuint32_t* steps, int, CUtensorMapSwizzle swizzle,
                                        CUtensorMapL2promotion, int) {
   *map = {};
-  map->address = (u64)memory, map->strides[0] = 4, map->span = swizzle, map->rounded = type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+  map->address = (u64)memory, map->strides[0] = type < CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 4 : 2, map->span = swizzle, map->rounded = type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
   for (int i = 0; i < rank; i++) map->dims[i] = counts[i], map->box[i] = box[i], map->steps[i] = steps[i];
   for (int i = 1; i < rank; i++) map->strides[i] = pitches[i - 1];
   return CUDA_SUCCESS;

@@ -296,13 +296,23 @@ def described(k: Kernel, one: Map) -> str:
     whole = dense(shape, p.dtype.itemsize, last, second)
     assert _meant(one.tensor) == _meant(whole), "the file's maps are of whole tensors"
     kind = {torch.float32: "TFLOAT32" if one.rounded else "FLOAT32", torch.bfloat16: "BFLOAT16"}.get(p.dtype, "FLOAT16")
-    box, steps = (", ".join(map(str, values)) for values in (one.box, one.steps))
-    five = "std::array<cuuint32_t, 5>"
+    box, steps = (f"std::array<cuuint32_t, 5>{{{', '.join(map(str, n))}}}" for n in (_box(k, one), one.steps))
+    margin = "\n" + " " * 18
     return (
-        f"{str(last).lower()}, {str(second).lower()}, CU_TENSOR_MAP_DATA_TYPE_{kind}, {five}{{{box}}},\n"
-        f"                  {five}{{{steps}}}, CU_TENSOR_MAP_SWIZZLE_{f'{one.span}B' if one.span else 'NONE'}, "
-        f"CU_TENSOR_MAP_L2_PROMOTION_L2_{one.promotion}B"
+        f"{str(last).lower()}, {str(second).lower()}, CU_TENSOR_MAP_DATA_TYPE_{kind},"
+        f"{margin if k.columns else ' '}{box},{margin}{steps}, CU_TENSOR_MAP_SWIZZLE_"
+        f"{f'{one.span}B' if one.span else 'NONE'}, CU_TENSOR_MAP_L2_PROMOTION_L2_{one.promotion}B"
     )
+
+
+def _box(k: Kernel, one: Map) -> tuple[object, ...]:
+    """A map's box; joined rows are as many and as long as the last sizes say."""
+    if k.columns == 0:
+        return one.box
+    last = len(sizes(main_launch(k))) - 1
+    rows, columns = f"cuuint32_t(sizes[{last - 1}])", f"cuuint32_t(sizes[{last}])"
+    w, h, d, c, n = one.box
+    return (w, h, rows, c, n) if one.span else (columns, rows, d, c, n)
 
 
 def _meant(t: Tensor5) -> tuple[object, ...]:

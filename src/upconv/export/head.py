@@ -43,11 +43,7 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...], 
     layout = "contiguous" if p.layout == "nchw" else "channels_last"
     multiple = max(n for k in found for n in k.multiples)
     rows = f"; so are those whose rows are no multiple of {multiple} columns" * (multiple > 1)
-    rows += "".join(
-        f". The forward's rows have {k.columns} columns: shorter ones have zeros behind them, and longer ones are cut"
-        for k in found
-        if k.columns
-    )
+    rows += "".join(f". Rows of more than {k.columns} columns are cut for the forward" for k in found if k.columns)
     computes = "the forward, and no gradients" if forward_only else "forward, first and second gradients"
     paragraphs = [
         f"{signature.title}: a transposed convolution with CUDA kernels of its own, in one file.",

@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 from upconv.cuda import families, family
 from upconv.cuda.compile import jit
 from upconv.cuda.direct import direct
 from upconv.cuda.family import best_of, call_seconds
 from upconv.cuda.gemm import gather, joined
-from upconv.cuda.gpu import Gpu
+from upconv.cuda.gpu import MAX_BOX, Gpu
 from upconv.cuda.launches import Unit
 from upconv.cuda.pixels import family as pixels
 from upconv.cuda.pixels.choice import TileChoice
@@ -93,16 +94,36 @@ class Kernel:
 
     @property
     def result_multiple(self) -> int:
-        """Columns at a multiple of which the result's rows must end; others are computed wider, and copied."""
+        """Columns at a multiple of which, and `result_more` behind it, the result's rows must end; others are computed
+        wider, and copied."""
         c, element = self.choice, self.choice.problem.dtype.itemsize
         if isinstance(c, joined.Choice):
-            return self.columns + joined.gap(c.problem)
+            return self.joined_rows[0]
         return 16 // element if isinstance(c, TileChoice) and not isinstance(c, gather.Choice) and c.tile.aligned else 1
 
     @property
+    def result_more(self) -> int:
+        """An even number, so that slices of joined rows have even places."""
+        gap = joined.gap(self.choice.problem) if isinstance(self.choice, joined.Choice) else 0
+        return gap + gap % 2
+
+    @property
     def columns(self) -> int:
-        """The one length of the source's rows; longer ones are cut, shorter ones have zeros behind them. 0: any."""
-        return self.choice.tile.width if isinstance(self.choice, joined.Choice) else 0
+        """The longest of the source's rows; longer ones are cut. 0: any."""
+        return self.joined_rows[1] if isinstance(self.choice, joined.Choice) else 0
+
+    @cached_property
+    def joined_rows(self) -> tuple[int, int]:
+        """The least unit of whose every multiple rings have room for rows, up to the other number, which is no less
+        than the plan's."""
+        c: Any = self.choice
+        tile, planned, unit = c.tile, c.problem.size[-1], self.multiples[0]
+        served = [n for n in range(unit, MAX_BOX + 1, unit) if tile.serves_width(n)]
+        for multiple in range(unit, planned + 1, unit):
+            every = range(multiple, served[-1] + 1, multiple)
+            if every[-1] >= planned and set(every) <= set(served):
+                break
+        return multiple, every[-1]
 
     @property
     def cut(self) -> int:
@@ -151,7 +172,7 @@ def _answers(p: Problem, gpu: Gpu, alone: bool) -> dict[str, family.Choice | str
         choice = pixels.choose(mode, p, gpu)
         off = isinstance(choice, TileChoice) and mode == Sweep.mode and choice.tile.shape[1] * p.dtype.itemsize % 16
         found[mode] = "boxes of a second tile begin off 16 bytes" if off else choice
-    if not alone and p.pass_ == "fwd" and p.rank > 1 and joined.gap(p) % 2 == 0:  # so that every slice has even places
+    if not alone and p.pass_ == "fwd":
         choice = joined.candidate(p, gpu)
         none = isinstance(choice, joined.Choice) and Kernel("fwd", choice).cut <= 0
         found["joined"] = "parts of longer rows would have no results of their own" if none else choice

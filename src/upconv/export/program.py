@@ -80,7 +80,15 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
             step = k.columns and k.cut
             cut = {"CUT": CUT if k.columns else "", "STEP": str(step), "OVERLAP": str(k.columns - step)}
             cut["COLUMNS"] = str(k.columns)
-            values = {**cut, **result, "MULTIPLE": str(k.result_multiple), "ROWS": rows, "GRAD_ROWS": of_grad}
+            more = f", {k.result_more}" if k.result_more else ""
+            values = {
+                **cut,
+                **result,
+                "MULTIPLE": str(k.result_multiple),
+                "MORE": more,
+                "ROWS": rows,
+                "GRAD_ROWS": of_grad,
+            }
             fast_call = _filled(FAST_CALLS[pass_], values)
     return CALLS[pass_].replace("@FAST_CALL@", fast_call)
 

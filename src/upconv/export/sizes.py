@@ -153,15 +153,18 @@ def _phases(t: Phases) -> Sizes:
 
 
 def _joined(t: joined.Tile) -> Sizes:
+    rows, columns = t.reach
     return Sizes(
         f"persistent blocks, which take tile after tile of {t.places} neighbouring places of a slice.",
         {
             "plane": "result_h * result_w",
             "tiles_of_slice": _ceil("plane", t.places),
             "tiles": _product("batch", "result_d", "tiles_of_slice", t.c.blocks),
+            "rows": f"{rows + 2} + {columns + t.places - 2} // result_w",
+            "columns": f"{_ceil('source_w', t.columns(1))} * {t.columns(1)}",
         },
         "min(tiles, processors)",
-        ("source_d", "result_d", "result_w", "plane", "tiles_of_slice", "tiles"),
+        ("source_d", "result_d", "result_w", "plane", "tiles_of_slice", "tiles", "rows", "columns"),
     )
 
 

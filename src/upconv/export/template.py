@@ -345,9 +345,9 @@ ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
 
 '''
 """Where kernels' rows are to begin at 16 bytes."""
-WIDE = '''def wide(t: Tensor, multiple: int) -> Tensor:
-    """A tensor, or memory like it whose columns are a multiple, since kernels store whole units of a row."""
-    more = -t.shape[-1] % multiple
+WIDE = '''def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:
+    """A tensor, or memory like it whose columns but so many are a multiple: kernels store whole units of a row."""
+    more = (behind - t.shape[-1]) % multiple
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
 
 
@@ -362,7 +362,7 @@ CUT = """        if x.shape[-1] > @COLUMNS@:  # rows are cut into parts, which o
 """
 """Of a kernel for rows of up to so many columns."""
 RESULT = {
-    "RESULT": "        result = wide(out, @MULTIPLE@)\n",
+    "RESULT": "        result = wide(out, @MULTIPLE@@MORE@)\n",
     "OUT": "result",
     "RETURNED": "out if result is out else out.copy_(result[..., : out.shape[-1]])",
 }

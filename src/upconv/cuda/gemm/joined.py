@@ -13,18 +13,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from upconv.cuda import family
 from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
-from upconv.cuda.compile.boxes import Five, dense
+from upconv.cuda.compile.boxes import dense
 from upconv.cuda.cost import Work
 from upconv.cuda.gpu import FRAGMENT, LINE, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_STAGES, moved
 from upconv.cuda.pixels.tile import Tile as Base
+from upconv.derived import derived_from
 from upconv.problem import Problem, triple
 
 _PLACES = (256, 248, 240, 232, 224, 208, 192, 160, 128)
@@ -34,7 +36,6 @@ _MOST_TAPS_OF_STAGE = 6
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
 _RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
 """Stages and slots: the first whose memory leaves three stages of weights."""
-_WIDTHS = 16  # kernels are for rows of up to a multiple of so many columns
 _STORE = 0.41  # clocks for 32 bytes of stores
 
 
@@ -42,8 +43,10 @@ _STORE = 0.41  # clocks for 32 bytes of stores
 class Tile(Base):
     """As `Base`, whose stages are of the ring of pixels and have a chunk of one slice."""
 
-    width: int
-    """Columns of the source, up to a multiple of 16 which this is."""
+    span: int
+    """Places of a stage: of a tile with its halo."""
+    room: int
+    """Pixels of a slot: rows of the source that a tile with its halo may touch."""
     places: int = 256
     """Of a tile: neighbouring results."""
     slots: int = 2
@@ -81,21 +84,43 @@ class Tile(Base):
             return "the kernel counts a channel's results, and packed weights, in 32 bits"
         return None
 
+    @derived_from("problem")
+    def gap(self) -> int:
+        return gap(self.problem)
+
+    @derived_from("problem")
+    def reach(self) -> tuple[int, int]:
+        """Rows and columns that a slice's taps reach."""
+        (_, kh, kw), (_, dh, dw) = self.kernel, triple(self.problem.dilation)
+        return (kh - 1) * dh, (kw - 1) * dw
+
     def halo(self, pitch: int) -> int:
         """Places ahead of a tile that its taps reach, where rows of results are so long."""
-        (_, kh, kw), (_, dh, dw) = self.kernel, triple(self.problem.dilation)
-        return (kh - 1) * dh * pitch + (kw - 1) * dw
+        rows, columns = self.reach
+        return rows * pitch + columns
 
     def rows_at(self, pitch: int) -> int:
         """Rows of the source that a tile with its halo may touch, where those of results are so long: it begins in a
         row's last place at worst."""
         return (pitch + self.places + self.halo(pitch) - 2) // pitch + 1
 
-    @property
-    def pitches(self) -> range:
-        """Lengths of rows of results that the tile serves."""
-        longer = gap(self.problem)
-        return range(max(self.width - _WIDTHS + 1, 16 // self.element) + longer, self.width + longer + 1)
+    def serves_width(self, width: int) -> bool:
+        """Whether rings have room for rows of the source of so many columns, and a box does."""
+        span, room = self.needed(width)
+        return span <= self.span and room <= self.room and max(width, self.rows_at(width + self.gap)) <= MAX_BOX
+
+    def needed(self, width: int) -> tuple[int, int]:
+        """Places of a stage, also where rows of results are longer by a column so that they are even, and pixels of a
+        slot, in whole 256 bytes."""
+        pitch = width + self.gap
+        room = self.columns(width) * self.rows_at(pitch)
+        return -(-(self.places + self.halo(pitch + pitch % 2)) // 8) * 8, -(-room // 8) * 8
+
+    def columns(self, width: int) -> int:
+        """Of a slot's row: whole units of 16 bytes; in 16 bits whole boxes of a line, side by side, which are
+        swizzled."""
+        unit = LINE // 2 if self.element == 2 else 4
+        return -(-width // unit) * unit
 
     def numbers(self, c: Any) -> None:
         """See kernels/joined.cu."""
@@ -112,14 +137,7 @@ class Tile(Base):
         c.taps = kernel[1] * kernel[2]
         c.taps_of_stage = -(-c.taps // -(-c.taps // _MOST_TAPS_OF_STAGE))
         c.packed_words = c.blocks * c.chunks * kernel[0] * c.taps * FRAGMENT // 4
-        # Of a stage the places of a tile with its halo; of a slot the rows of the source that it may touch.
-        c.span = -(-(self.places + self.halo(self.pitches[-1])) // 8) * 8
-        c.rows = max(map(self.rows_at, self.pitches))
-        # A row is a box; in 16 bits it is whole boxes of a line, side by side, which are swizzled.
-        unit = LINE // self.element if self.element == 2 else _WIDTHS
-        c.box_w = -(-self.width // unit) * unit
-        c.boxes = c.box_w // unit if self.element == 2 else 1
-        c.stage_bytes, c.slot_bytes = c.span * ROW_BYTES, c.rows * c.box_w * ROW_BYTES
+        c.span, c.stage_bytes, c.slot_bytes = self.span, self.span * ROW_BYTES, self.room * ROW_BYTES
         c.weight_bytes = c.taps_of_stage * FRAGMENT  # of a stage
         c.fixed_bytes = self.slots * (c.slot_bytes + 16) + self.weight_stages * (c.weight_bytes + 16)
         c.fixed_bytes += _BUFFERS[self.element] + 32
@@ -128,14 +146,7 @@ class Tile(Base):
     def fits(self) -> bool:
         # Of two warps that turn every second stage each has slots and stages of its own.
         even = self.c.warps_of_stage == 2 or self.slots % 2 == self.stages % 2 == 0
-        return even and min(self.stages, self.slots, self.weight_stages) >= 2 and self.c.rows <= MAX_BOX
-
-    @property
-    def box(self) -> Five:
-        """Of a slot, as the copy engine takes it: W, H, D, channels, images; in 16 bits W, channels, H, D, images."""
-        c = self.c
-        columns = c.box_w // c.boxes
-        return (columns, c.rows, 1, c.chunk, 1) if self.element == 4 else (columns, c.chunk, c.rows, 1, 1)
+        return even and min(self.stages, self.slots, self.weight_stages) >= 2
 
     @property
     def packed_as(self) -> tuple[Any, ...]:
@@ -148,23 +159,26 @@ class Tile(Base):
         return int(p.batch * slices(p)[1] * -(-plane(p) // self.places) * self.c.blocks)
 
     def sizes(self, p: Problem, gpu: Gpu) -> tuple[int, ...]:
-        return *slices(p), result_shape(p)[-1], plane(p), -(-plane(p) // self.places), self.tiles(p)
+        pitch = result_shape(p)[-1]
+        slot = self.rows_at(pitch), self.columns(source_shape(p)[-1])
+        return *slices(p), pitch, plane(p), -(-plane(p) // self.places), self.tiles(p), *slot
 
     def source_map(self, p: Problem) -> Map:
-        """Over the source with a slot's box. float32 is rounded to TF32 on its way."""
-        if self.element == 4:
-            return super().source_map(p)
+        """Over the source with a slot's box, of 16 bits one of those side by side, with channels behind W. float32 is
+        rounded to TF32 on its way."""
         channels, *size = source_shape(p)[1:]
         d, h, w = triple(size)
-        tensor = dense((w, h, d, channels, p.batch), self.element).channels_second()
-        return Map("source", tensor, p.dtype, self.box, (1,) * 5, LINE)
+        tensor, rows = dense((w, h, d, channels, p.batch), self.element), self.rows_at(result_shape(p)[-1])
+        if self.element == 4:
+            return Map("source", tensor, p.dtype, (self.columns(w), rows, 1, self.c.chunk, 1), rounded=True)
+        return Map("source", tensor.channels_second(), p.dtype, (LINE // 2, self.c.chunk, rows, 1, 1), span=LINE)
 
     def work(self, p: Problem, gpu: Gpu) -> Work:
         c, pitch = self.c, result_shape(p)[-1]
         stages, span, arriving = (
             c.chunks * self.kernel[0],
             self.places + self.halo(pitch),
-            self.rows_at(pitch) * c.box_w,
+            self.rows_at(pitch) * self.columns(source_shape(p)[-1]),
         )
         turned = 2 * (arriving if self.element == 2 else span)  # read, and written
         # What instructions read, weights as they come, and pixels.
@@ -187,8 +201,8 @@ class Tile(Base):
         c = self.c
         return (
             f"rows joined to one: wgmma {p.precision}, tile of {self.places} places x {ROWS_M} channels, "
-            f"{self.stages} stages of {c.span} places x {c.chunk} channels, {self.slots} of {c.rows} x "
-            f"{c.box_w} pixels, {self.weight_stages} of {c.taps_of_stage} taps"
+            f"{self.stages} stages of {c.span} places x {c.chunk} channels, {self.slots} of {self.room} "
+            f"pixels, {self.weight_stages} of {c.taps_of_stage} taps"
         )
 
 
@@ -218,23 +232,40 @@ refusal = Tile.refusal
 
 def candidates(p: Problem, gpu: Gpu) -> Iterator[Tile]:
     """Every tile worth a look for a layer on images of this width."""
-    width = -(-p.size[-1] // _WIDTHS) * _WIDTHS
-    size = [1024 + 2 * padding for padding in p.padding[:-1]]  # whose results are some
-    return iter(_candidates(p.with_(batch=1, size=(*size, width), bias=False), width, gpu))
+    size = tuple(1024 + 2 * padding for padding in p.padding)  # whose results are some
+    return iter(_candidates(p.with_(batch=1, size=size, bias=False), source_shape(p)[-1], gpu))
 
 
 @lru_cache(maxsize=256)
 def _candidates(layer: Problem, width: int, gpu: Gpu) -> tuple[Tile, ...]:
-    """A layer's tiles for all sizes of images whose source is so wide."""
+    """A layer's tiles for all sizes of images whose source is so wide.
+
+    Rings have as many stages as these rows leave room for. What memory is left serves longer rows, so that neighbouring
+    widths have the same kernel.
+    """
     found = []
     for places in _PLACES:
+        least, *longer = _needed(Tile(layer, 0, 0, places), width)
         for stages, slots in _RINGS:
-            t = Tile(layer, width, places, slots, weight_stages=0, stages=stages)
+            t = Tile(layer, *least, places, slots, weight_stages=0, stages=stages)
             weights = min((gpu.shared_bytes - t.shared_bytes) // (t.c.weight_bytes + 16), MOST_STAGES)
-            if weights >= 3 or (stages, slots) == _RINGS[-1]:
-                found.append(replace(t, weight_stages=weights))
+            if weights >= 3 or (weights == 2 and (stages, slots) == _RINGS[-1]):
+                t = replace(t, weight_stages=weights)
+                left = (gpu.shared_bytes - t.shared_bytes) // ROW_BYTES
+                more = (one for one in longer if stages * (one[0] - t.span) + slots * (one[1] - t.room) <= left)
+                span, room = max(more, default=least)
+                found.append(replace(t, span=span, room=room))
                 break
-    return tuple(t for t in found if t.fits)
+    return tuple(t for t in found if t.fits and t.serves_width(width))
+
+
+def _needed(t: Tile, width: int) -> list[tuple[int, int]]:
+    """What rows of so many columns need, and longer ones; with them all shorter ones but in 16 bits, whose boxes of
+    short rows are mostly empty."""
+    unit = 16 // t.element
+    first = width if t.element == 2 else unit
+    every = accumulate(map(t.needed, range(first, MAX_BOX + 1, unit)), lambda a, b: (b[0], max(a[1], b[1])))
+    return [*every][(width - first) // unit :]
 
 
 @lru_cache(maxsize=4096)
@@ -250,5 +281,5 @@ def choose(p: Problem, gpu: Gpu) -> Choice | str:
 def candidate(p: Problem, gpu: Gpu, best: family.Choice | None = None, general: bool = False) -> Choice | str:
     """As `upconv.cuda.family` asks."""
     if general:
-        return "joined rows serve one class of lengths of rows, not every size"
+        return "joined rows are of limited lengths, not of every size"
     return family.too_long(p) or choose(p, gpu)

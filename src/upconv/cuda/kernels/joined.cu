@@ -43,9 +43,6 @@ static constexpr int STAGES_OF_SLICE = (TAPS + C::taps_of_stage - 1) / C::taps_o
 static constexpr int TAP_BYTES = ROWS_M * 32;
 static constexpr int STAGE_BYTES = C::span * 32;
 static constexpr int WEIGHT_BYTES = C::taps_of_stage * TAP_BYTES;
-static constexpr int BOX_COLUMNS = C::box_w / C::boxes; // of 16 bits 128 bytes
-static constexpr int BOX_BYTES = C::rows * CK * BOX_COLUMNS * ELEMENT;  // [channel][row][column], of 16 bits [row][channel][column, swizzled]
-static constexpr int SLOT_BYTES = C::boxes * BOX_BYTES;
 static constexpr int OUT_SPAN = 512;                    // bytes of a channel that are stored at a time
 static constexpr int OUT_PLACES = OUT_SPAN / ELEMENT;
 static constexpr int OUT_PITCH = OUT_SPAN + (NARROW ? 16 : 32);  // so that channels meet different banks, and begin as late as in memory
@@ -56,11 +53,11 @@ static constexpr int THREADS = 128 + CONSUMERS * 128;
 static constexpr int LANES = C::warps_of_stage * 32;    // of those that turn a stage
 
 using Stages = RingOf<C::stages, STAGE_BYTES>;
-using Slots = RingOf<C::slots, SLOT_BYTES>;
+using Slots = RingOf<C::slots, C::slot_bytes>;          // [channel][row][column]; of 16 bits boxes of 64 columns as Turn16 has them
 using Weights = RingOf<C::weight_stages, WEIGHT_BYTES>;
-static constexpr int SLOTS_AT = Weights::BYTES;         // whole 1,024 bytes
-static constexpr int STAGES_AT = SLOTS_AT + Slots::BYTES;
-static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;  // whole 256, as those before
+static constexpr int WEIGHTS_AT = Slots::BYTES;         // whole 256 bytes, of 16 bits 1,024
+static constexpr int STAGES_AT = WEIGHTS_AT + Weights::BYTES;  // whole 256
+static constexpr int BUFFERS_AT = STAGES_AT + Stages::BYTES;
 static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS * 4 * OUT_BYTES;
 static constexpr int TURNS_AT = BARRIERS_AT + Stages::BARRIER_BYTES + Slots::BARRIER_BYTES + Weights::BARRIER_BYTES;
 static constexpr int TRASH_AT = TURNS_AT + 8 * CONSUMERS;
@@ -74,12 +71,13 @@ struct Memory {                                         // of a block; the rings
 };
 static __device__ __forceinline__ Memory memory_at(u32 a) {
   u32 full = a + BARRIERS_AT, landed = full + Stages::BARRIER_BYTES, full_w = landed + Slots::BARRIER_BYTES;
-  return {Stages::at(a + STAGES_AT, full), Slots::at(a + SLOTS_AT, landed), Weights::at(a, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
+  return {Stages::at(a + STAGES_AT, full), Slots::at(a, landed), Weights::at(a + WEIGHTS_AT, full_w), a + BUFFERS_AT, a + TURNS_AT, a + TRASH_AT};
 }
 
 struct Sizes {
   int in_d, out_d, pitch, plane;                        // pitch, plane: places of a row and of a slice of the result
   int tiles_f, tiles;                                   // of a slice's places; all, times BLOCKS_M
+  int rows, columns;                                    // of a slot
 };
 
 struct Tile { int n, d, block, f; };                    // image, slice, block of channels, first place
@@ -169,12 +167,12 @@ static __device__ __forceinline__ void bring_pixels(const TensorMap& map, const 
       for (int d = first; d > first - slices.count * C::dilation_d; d -= C::dilation_d, cursor.next()) {
         u32 to = slots.stage(cursor), barrier = slots.full(cursor);
         slots.wait_empty(cursor);
-        expect_bytes(barrier, SLOT_BYTES);
-#pragma unroll
-        for (int b = 0; b < C::boxes; b++) {
-          int w = b * BOX_COLUMNS, c = chunk * CK;
-          load_box(to + b * BOX_BYTES, map, w, NARROW ? c : corner.row, NARROW ? corner.row : d, NARROW ? d : c, t.n, barrier);
-        }
+        expect_bytes(barrier, s.rows * s.columns * 32);
+        int c = chunk * CK;
+        if constexpr (NARROW) {
+#pragma unroll 1
+          for (int w = 0; w < s.columns; w += 64, to += s.rows * (64 * 32)) load_box(to, map, w, c, corner.row, d, t.n, barrier);
+        } else load_box(to, map, 0, corner.row, d, c, t.n, barrier);
       }
   }
 }
@@ -188,66 +186,86 @@ static_assert(C::warps_of_stage == TURNERS || (C::warps_of_stage == 1 && C::slot
 // What a slot has, from its place `ahead` on, as rows of CK channels: `locate` is for a tile, `turn` for each of its stages. Loads of
 // several places come before their stores, so that a thread waits for memory once, not once a place (docs/experiments.md).
 
-// 16 bits. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its address; `trash` where
-// there is none. `zeros`: the lane's first place of those behind a row that no box has; `lane`: of the stage's warps.
-struct Turn16 {
-  int rows, zeros;
+// Places behind rows, which no slot has.
+struct Gaps {
+  int behind, count, at, column, more, columns;         // of a row, of a stage; a lane's first, and its way to the next
   __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
-    int behind = s.pitch - C::box_w;
-    rows = rows_of(ahead, span, s), zeros = 0;
-    if (behind > 0) zeros = lane / behind * s.pitch + C::box_w + lane % behind - ahead;
+    behind = s.pitch - s.columns, count = rows_of(ahead, span, s) * behind;
+    if (behind == 0) return;
+    column = lane % behind, at = lane / behind * s.pitch + s.columns + column - ahead;
+    columns = LANES % behind, more = LANES / behind * s.pitch + columns;
   }
-  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
-    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
-    u32 from = slot + (half * 8 + own) * 128;
+  __device__ __forceinline__ void clear(const Sizes& s, int span, u32 stage, int lane) const {
 #pragma unroll 1
-    for (int i = lane >> 5; i < rows * C::boxes; i += C::warps_of_stage) {  // a row's box
-      int row = i / C::boxes, box = i % C::boxes, w = box * 64 + second * 8 + own, p = row * s.pitch + w - ahead;
-      u32 at = from + (box * C::rows + row) * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
-      u32 v[4][4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
-#pragma unroll
-      for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && w + j * 16 < s.pitch ? to + j * 512 : trash, v[j]);
-    }
-    int behind = s.pitch - C::box_w;
-#pragma unroll 1
-    for (int i = lane, at = zeros; i < rows * behind;) {
-      if ((u32)at < (u32)span) {
-        store_shared_128(stage + at * 32, 0, 0, 0, 0);
-        store_shared_128(stage + at * 32 + 16, 0, 0, 0, 0);
+    for (int i = lane, p = at, w = column; i < count; i += LANES) {
+      if ((u32)p < (u32)span) {
+        store_shared_128(stage + p * 32, 0, 0, 0, 0);
+        store_shared_128(stage + p * 32 + 16, 0, 0, 0, 0);
       }
-      if ((i += LANES) < rows * behind) at = i / behind * s.pitch + C::box_w + i % behind - ahead;
+      p += more, w += columns;
+      if (w >= behind) w -= behind, p += s.columns;
     }
   }
 };
 
-// Float32. A lane a place, so that loads and stores meet all banks; `from`: where a slot has its places, ~0: nowhere. The engine
-// has rounded to TF32.
-struct Turn32 {
-  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3, CHANNEL_BYTES = C::rows * BOX_COLUMNS * 4;
-  u32 from[OWN_PIXELS];
-  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+// 16 bits: [box][row][channel][column, swizzled]. Matrices of 8 columns and 8 channels: 8 places of a row, to which a lane gives each its
+// address; `trash` where there is none.
+struct Turn16 {
+  int rows;
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) { rows = rows_of(ahead, span, s); }
+  __device__ __forceinline__ void turn(const Sizes& s, int ahead, int span, u32 slot, u32 stage, u32 trash, int lane) const {
+    int half = lane >> 3 & 1, own = lane & 7, second = lane >> 4 & 1;
+    u32 from = slot + (half * 8 + own) * 128;
+#pragma unroll 1
+    for (int w = second * 8 + own; w < s.columns; w += 64, from += s.rows * (CK * 128)) {
+#pragma unroll 1
+      for (int row = lane >> 5; row < rows; row += C::warps_of_stage) {
+        int p = row * s.pitch + w - ahead;
+        u32 at = from + row * (CK * 128), to = stage + unit_at(p, half);  // of others, 16 places on, 512 bytes further
+        u32 v[4][4];
 #pragma unroll
-    for (int k = 0; k < OWN_PIXELS; k++) {
-      int p = lane + k * LANES, row = (ahead + p) / s.pitch, w = ahead + p - row * s.pitch;
-      from[k] = w < C::box_w && p < span ? w / BOX_COLUMNS * BOX_BYTES + (row * BOX_COLUMNS + w % BOX_COLUMNS) * 4 : ~0u;
+        for (int j = 0; j < 4; j++) load_matrices_turned(v[j], at + ((j * 2 + second ^ own) << 4));
+#pragma unroll
+        for (int j = 0; j < 4; j++) store_matrices((u32)(p + j * 16) < (u32)span && w + j * 16 < s.pitch ? to + j * 512 : trash, v[j]);
+      }
     }
   }
-  __device__ __forceinline__ void turn(const Sizes&, int, int span, u32 slot, u32 stage, u32, int lane) const {
+};
+
+// Float32. A lane a pixel of a channel, so that loads are constants apart, and loads and stores meet all banks; `to`: where a stage has its
+// place, ~0: nowhere. Lanes behind the last pixel load what is none: of the last slot's last channel, weights. The engine has rounded to TF32.
+struct Turn32 {
+  static constexpr int OWN_PIXELS = (C::span + LANES - 1) / LANES, AT_ONCE = 3;
+  int first;                                            // pixel: of the first place, or the next behind it
+  u32 to[OWN_PIXELS];
+  __device__ __forceinline__ void locate(const Sizes& s, int ahead, int span, int lane) {
+    first = ahead < s.columns ? ahead : s.columns;
 #pragma unroll
-    for (int first = 0; first < OWN_PIXELS; first += AT_ONCE) {
+    for (int k = 0; k < OWN_PIXELS; k++) {
+      int i = first + lane + k * LANES, row = i / s.columns, p = i + row * (s.pitch - s.columns) - ahead;
+      to[k] = p < span ? unit_at(p, 0) : ~0u;
+    }
+  }
+  __device__ __forceinline__ void turn(const Sizes& s, int, int, u32 slot, u32 stage, u32, int lane) const {
+    u32 from[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      from[c] = slot + (c * s.rows * s.columns + first + lane) * 4;
+      opaque(from[c]);
+    }
+#pragma unroll
+    for (int k = 0; k < OWN_PIXELS; k += AT_ONCE) {
+      if (to[k] == ~0u) break;
       u32 v[AT_ONCE][8];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++)
+      for (int i = 0; i < AT_ONCE && k + i < OWN_PIXELS; i++)
 #pragma unroll
-        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32_if(slot + from[first + i] + c * CHANNEL_BYTES, from[first + i] != ~0u);
+        for (int c = 0; c < 8; c++) v[i][c] = load_shared_u32(from[c] + (k + i) * (LANES * 4));
 #pragma unroll
-      for (int i = 0; i < AT_ONCE && first + i < OWN_PIXELS; i++) {
-        int p = lane + (first + i) * LANES;
-        if (p >= span) break;
-        store_shared_128(stage + unit_at(p, 0), v[i][0], v[i][1], v[i][2], v[i][3]);
-        store_shared_128(stage + unit_at(p, 1), v[i][4], v[i][5], v[i][6], v[i][7]);
+      for (int i = 0; i < AT_ONCE && k + i < OWN_PIXELS; i++) {
+        if (to[k + i] == ~0u) break;
+        store_shared_128(stage + to[k + i], v[i][0], v[i][1], v[i][2], v[i][3]);
+        store_shared_128(stage + to[k + i] ^ 16, v[i][4], v[i][5], v[i][6], v[i][7]);
       }
     }
   }
@@ -263,7 +281,9 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
     const Tile t = tile_at(index, s);
     int ahead = corner_of(t, s).ahead;
     Turn own;
+    Gaps gaps;
     own.locate(s, ahead, span, lane);
+    gaps.locate(s, ahead, span, lane);
 #pragma unroll 1
     for (int i = CHUNKS * slices_of(t, s).count; i > 0; i--, slot.next(), stage.next()) {
       bool others = turn_of != warp;
@@ -272,6 +292,7 @@ static __device__ __forceinline__ void turn_pixels(const Sizes& s, const Memory&
       memory.slots.wait_full(slot);
       memory.stages.wait_empty(stage);
       own.turn(s, ahead, span, memory.slots.stage(slot), memory.stages.stage(stage), memory.trash, lane);
+      gaps.clear(s, span, memory.stages.stage(stage), lane);
       fence_async_shared();
       __syncwarp();
       if (thread % 32 == 0) barrier_arrive(memory.stages.full(stage));
@@ -416,7 +437,7 @@ static __device__ __forceinline__ void run(const char* packed, const Type* bias,
 template <class C>
 __global__ void __launch_bounds__(Joined<C>::THREADS, 1)
 joined(const char* __restrict__ packed, const typename Joined<C>::Type* __restrict__ bias, char* __restrict__ y, int in_d, int out_d, int pitch,
-       int plane, int tiles_f, int tiles, const __grid_constant__ TensorMap map) {
+       int plane, int tiles_f, int tiles, int rows, int columns, const __grid_constant__ TensorMap map) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles}, map, shared_address(memory));
+  Joined<C>::run(packed, bias, y, {in_d, out_d, pitch, plane, tiles_f, tiles, rows, columns}, map, shared_address(memory));
 }
