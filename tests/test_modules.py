@@ -1,4 +1,4 @@
-"""The layers: PyTorch's ModuleInfo samples and legacy module tests, and all that a module does beside its forward."""
+"""The layers: how they are built and copied, lazy ones, norms, and where their weights are found."""
 
 from __future__ import annotations
 
