@@ -8,15 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import unittest
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from itertools import count, product
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 # Before NumPy's first import: as PyTorch's (below), its threads wait for each other and for other workers' cores.
@@ -37,13 +34,6 @@ from upconv.cuda.gpu import gpu
 from upconv.planner import Candidate, Device, Plan
 from upconv.problem import Problem
 from upconv.replay import calls, replays
-
-if find_spec("expecttest") is None:
-    # PyTorch's modules of tests take a class from it for their own test cases to build on; OpInfo samples and
-    # module_db, which are in them, need no more. So test_opinfo.py and
-    # test_modules.py run on machines that have PyTorch, but not what it is tested with.
-    sys.modules["expecttest"] = ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
 
 pytest_plugins = ("emulator", "standins", "driver", "measured")
 """Whose fixtures tests take by name."""
@@ -298,12 +288,6 @@ def make_call(
     return Call(tensor(*shape), tensor(*weight), tensor(channels) if bias else None, kwargs)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _settable_backends() -> None:
-    """Importing PyTorch's test machinery forbids setting backend flags in the process; in a user's it is allowed."""
-    torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
-
-
 # --- plans forced on calls -------------------------------------------------------------------------------------------
 
 
@@ -351,13 +335,6 @@ PLANS: list[tuple[str, str]] = [
     ("shuffle", "split"),
 ]
 """Each plan of the CPU engine that is for all layers alone, and two pairs of forward and backward together."""
-
-
-@pytest.fixture(params=PLANS, ids="-".join)
-def each_plan(request: pytest.FixtureRequest) -> Iterator[list[Problem]]:
-    """The test runs once for every plan of `PLANS`, forced on all its calls that admit it."""
-    with forced_plans(*request.param) as forced:
-        yield forced
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

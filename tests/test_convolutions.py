@@ -380,7 +380,7 @@ def test_derivatives_of_every_order(stand_ins: Kernels) -> None:
     def call(x: Tensor, w: Tensor, b: Tensor) -> Any:
         return convolutions.convolution(2, x, w, b, (2, 2), (1, 1), (1, 1))
 
-    assert gradcheck(call, given_, check_batched_grad=True) and gradgradcheck(call, given_)
+    assert gradcheck(call, given_, check_batched_grad=True) and gradgradcheck(call, given_, check_batched_grad=True)
     assert set(stand_ins.ran()) == {"fwd", "grad-input", "grad-weight"}
 
 

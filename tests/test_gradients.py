@@ -133,8 +133,8 @@ def test_gradcheck_and_gradgradcheck(kernels: Kernels, p: Problem) -> None:
     def function(*t: Tensor) -> Tensor:
         return call(p, t[0], t[1], t[2] if p.bias else None)
 
-    assert gradcheck(function, leaves, fast_mode=True)
-    assert gradgradcheck(function, leaves, fast_mode=True)
+    assert gradcheck(function, leaves, fast_mode=True, check_batched_grad=True)
+    assert gradgradcheck(function, leaves, fast_mode=True, check_batched_grad=True)
     kernels.ran()
 
 
