@@ -18,7 +18,7 @@ from upconv.cuda.gpu import H200
 
 pytest.importorskip("tree_sitter")
 from test_export import layer
-from upconv.export import device, fold, kernelbench_problem, passes, syntax
+from upconv.export import device, fold, passes, syntax
 from upconv.export.passes import Kernel
 
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "precision": "bf16", "layout": "channels_last"}
@@ -238,11 +238,3 @@ def test_comments_are_on_kernels_of_the_files_own_flags() -> None:
     marked = re.findall(r"// \[([\w. ]+)\] (.{20})", source)
     assert {"library", "channels_last", "16 bits"} <= {name for name, _ in marked}
     assert all(words not in text for name, words in marked if name == "library" or flags.get(name) is False)
-
-
-def test_a_gradient_has_the_forwards_constants_but_for_those_of_its_own() -> None:
-    found = passes.kernels(kernelbench_problem(57), H200)
-    every = " ".join(f"C::{name.partition('[')[0]}" for k in found for _, name, _ in device._members(k))
-    forward, grad_input = (device.constants(k, found, every) for k in found[:2])
-    assert grad_input.startswith("struct GradInput : Forward {") and "grad_input = true" in grad_input
-    assert "grad_input = false" in forward and "cout_g" in forward and "cout_g" not in grad_input

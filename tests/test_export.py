@@ -270,14 +270,6 @@ def test_launches_of_models_are_the_librarys(number: int) -> None:
     check_launches(passes.kernels(p, H200), p, H200, 8)
 
 
-def test_blocks_claim_tiles_where_the_librarys_do() -> None:
-    p = parse_layer("16,64,(3,5)", "8x16x256x512").with_(precision="tf32")
-    forward = cpp.definition(passes.kernels(p, H200)[0])
-    assert "at::zeros({8}, x" in forward and "of(bias), of(out), of(zeros), sizes[0]" in forward
-    few = cpp.definition(passes.kernels(p.with_(batch=2), H200)[0])
-    assert "zeros" not in few
-
-
 def test_files_together_use_every_family() -> None:
     kinds = {passes._kind(k.choice) for name in LAYERS for k in passes.kernels(layer(name), H200)}
     assert kinds == {"gather", "joined", "sweep", "phases", "direct", "wgrad"}
