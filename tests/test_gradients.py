@@ -69,25 +69,6 @@ def test_gradients_of_random_problems(kernels: Kernels, p: Problem, mask: tuple[
         assert g is None or (t is not None and g.dtype is t.dtype and g.shape == t.shape)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_only_what_autograd_grad_asks_for_is_computed(kernels: Kernels, mask: tuple[int, ...]) -> None:
-    """All operands require gradients, and some are wanted: directly, behind another operation, or accumulated."""
-    x, w, b = leaves(P)
-    assert b is not None
-    inner = [t * 2 for t in (x, w, b)]
-    outs = [call(P, x, w, b), call(P, inner[0], inner[1], inner[2])]
-    asked = [name for name, m in zip(("grad-input", "grad-weight"), mask) if m]
-    for out, operands_ in zip((*outs, outs[1]), ((x, w, b), (x, w, b), inner)):
-        kernels.ran()
-        wanted = [t for t, m in zip(operands_, mask) if m]
-        found = torch.autograd.grad(out, wanted, torch.ones_like(out), retain_graph=True)
-        assert kernels.ran() == asked
-        assert all(g.abs().max() > 0 for g in found)
-    outs[0].sum().backward(inputs=[t for t, m in zip((x, w, b), mask) if m])
-    assert kernels.ran() == asked
-    assert [t.grad is not None for t in (x, w, b)] == [bool(m) for m in mask]
-
-
 def test_strict_names_the_gradient_that_has_no_kernel(kernels: Kernels) -> None:
     kernels.lacking["grad-weight"] = "too odd for tiles"
     x, w, b = leaves(P)
