@@ -113,14 +113,23 @@ def seconds(p: Problem, pass_: Pass, gpu: Gpu, clear: Iterable[Callable[[], None
 
 
 def measured(rows: Iterable[tuple[Problem, Gpu]]) -> dict[str, Any]:
-    """Median, 95th percentile and maximum of each pass, and the slowest row."""
+    """Median, 95th percentile and maximum of each pass, and the slowest row.
+
+    Python's collections of garbage go through what the searches have made alone: through all of PyTorch's objects, one
+    of them takes longer than the search that it happens to interrupt.
+    """
     for pass_ in PASSES:  # loads every family's module
         families.choose(Problem.make(1, 8, 8, (8, 8), 3, 2, pass_=pass_), H200)
     clear = caches()
     found: dict[str, list[tuple[float, str]]] = {pass_: [] for pass_ in PASSES}
-    for p, gpu in rows:
-        for pass_ in PASSES:
-            found[pass_].append((seconds(p, pass_, gpu, clear), f"{p.with_(pass_=pass_)} ({gpu.name})"))
+    gc.collect()
+    gc.freeze()
+    try:
+        for p, gpu in rows:
+            for pass_ in PASSES:
+                found[pass_].append((seconds(p, pass_, gpu, clear), f"{p.with_(pass_=pass_)} ({gpu.name})"))
+    finally:
+        gc.unfreeze()
     return {pass_: _summary(timed) for pass_, timed in found.items() if timed}
 
 
