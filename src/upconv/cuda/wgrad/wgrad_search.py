@@ -87,7 +87,7 @@ def _best(p: Problem, gpu: Gpu, bases: Iterable[AnyTiling], general: bool) -> Fo
         step = max(1, len(base.chunks) // _TYPICAL)
         some, others = base.chunks[::step], [chunk for chunk in base.chunks if chunk[1] % step]
         one = search.cheapest(base, some, most)
-        if one is None and not search.fits(base, some):
+        if one is None and (most == math.inf or not search.fits(base, some)):
             one, others = search.cheapest(base, others, most), []
         if one is not None:
             insort(looked, (one[0], base.place, one, base, others), key=itemgetter(0, 1))
@@ -156,11 +156,12 @@ class _Search:
                 break
             number, positions = self.covered(chunk[1] or chunk[0], halo)
             clocks = blocks.of_chunk + blocks.of_position * (positions // number)
-            if blocks.fastest(number, clocks)[0] > most or (t := self.tiling(base, chunk)) is None:
+            if most < math.inf and blocks.fastest(number, clocks)[0] > most:
                 continue
-            seconds, splits = blocks.fastest(number, self.model.clocks(t))
-            if seconds <= most and (found is None or (seconds, i) < found[:2]):
-                found, most = (seconds, i, splits, t), seconds
+            if (t := self.tiling(base, chunk)) is not None:
+                seconds, splits = blocks.fastest(number, self.model.clocks(t))
+                if seconds <= most and (found is None or (seconds, i) < found[:2]):
+                    found, most = (seconds, i, splits, t), seconds
         return found
 
 
