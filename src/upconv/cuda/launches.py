@@ -106,8 +106,6 @@ class Map(Argument):
     """Bytes of the swizzle, 32, 64 or 128; 0: none."""
     rounded: bool = False
     """float32 becomes TF32 on its way, to nearest even."""
-    promotion: int = 128
-    """Bytes that the cache asks memory for at a time, 128 or 256."""
 
 
 def encode(of: Map, address: int) -> bytes:
@@ -130,7 +128,7 @@ def encode(of: Map, address: int) -> bytes:
         [cuda.cuuint32_t(n) for n in of.steps],
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{of.promotion}B"),
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return struct.pack("<16Q", *(int(word) for word in made.opaque))

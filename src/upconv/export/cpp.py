@@ -62,7 +62,7 @@ TENSOR_MAP = dedent(
     kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
                                   bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                                   const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
-                                  CUtensorMapL2promotion promotion, CUresult& result) {
+                                  CUresult& result) {
       void* encode = nullptr;
       cudaDriverEntryPointQueryResult status;
       int device;  // gives a thread that has called nothing yet its context; cudaFree would end a graph's capture
@@ -85,7 +85,8 @@ TENSOR_MAP = dedent(
       if (encode != nullptr)
         result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
             reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
-            steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+            steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
       return map;
     }
     """
@@ -301,7 +302,7 @@ def described(k: Kernel, one: Map) -> str:
     return (
         f"{str(last).lower()}, {str(second).lower()}, CU_TENSOR_MAP_DATA_TYPE_{kind},"
         f"{margin if k.columns else ' '}{box},{margin}{steps}, CU_TENSOR_MAP_SWIZZLE_"
-        f"{f'{one.span}B' if one.span else 'NONE'}, CU_TENSOR_MAP_L2_PROMOTION_L2_{one.promotion}B"
+        f"{f'{one.span}B' if one.span else 'NONE'}"
     )
 
 

@@ -31,11 +31,7 @@ from upconv.problem import Problem, triple
 # Pixels along a side of images that are tried side by side. What tiles of larger ones read comes from many places
 # of the memory, which is slower (docs/experiments.md).
 WIDEST = max(NARROW)
-# Packing a forward's weights: seconds, bytes a second. And the share of its time by which multiplying them as they lie
-# in TF32 is slower: of one tap, of several (docs/experiments.md).
-_PACKING = 2.5e-6, 0.9e12
-_FOUR_LOADS = {True: 0.015, False: 0.06}
-_LONG_BESIDE = 1e-4  # seconds of a kernel that begins behind `pack`
+_FOUR_LOADS = 0.03  # of a TF32 forward's time, by which multiplying weights as they lie is slower (docs/experiments.md)
 CLAIMED_TILES = 18  # for each multiprocessor
 
 
@@ -112,9 +108,7 @@ class Choice(TileChoice):
             return False
         if t.unpacked:
             return True
-        one_tap = max(len(block) for blocks in t.entries for block in blocks) == 1
-        packing = _PACKING[0] + math.prod(self.problem.weight_shape) * t.element / _PACKING[1]
-        return packing > _FOUR_LOADS[one_tap] * self.seconds
+        return family.packing_seconds(self.problem, self.gpu) > _FOUR_LOADS * self.seconds
 
     @property
     def in_place(self) -> bool:
@@ -188,13 +182,12 @@ class Choice(TileChoice):
     def _overlaps(self) -> bool:
         """Whether the kernel may begin beside the launch that packs its weights.
 
-        Blocks that begin one by one drift apart. Groups of a channels-last pixel share sectors, and what memory bounds
-        shares pairs of lines: such blocks are to stay together (docs/experiments.md).
+        Blocks that begin one by one drift apart. Groups of a channels-last pixel share sectors: such blocks are to stay
+        together (docs/experiments.md).
         """
-        t, p = self.tiling, self.problem
-        lines = in_two_lines(p) and self.seconds > _LONG_BESIDE
-        abreast = t.channels_last and (p.groups > 1 or lines)
-        return t.wgmma and self.gpu.capability >= (9, 0) and not abreast
+        t = self.tiling
+        shared = t.channels_last and self.problem.groups > 1
+        return t.wgmma and self.gpu.capability >= (9, 0) and not shared
 
 
 def source(t: Tiling, boxed: bool = False, **settings: Any) -> str:
@@ -239,9 +232,7 @@ def source_maps(t: Tiling, p: Problem) -> tuple[Map, ...]:
     """Over each of a tiling's `tensors`, with its box."""
     rounded = t.channels_last and p.precision == "tf32"  # the box is the tile
     span = t.row_bytes if t.channels_last else 0
-    return tuple(
-        Map("source", one, p.dtype, t.box, t.box_steps, span, rounded, promotion(t)) for one in tensors(t, p)
-    )  # fmt: skip
+    return tuple(Map("source", one, p.dtype, t.box, t.box_steps, span, rounded) for one in tensors(t, p))
 
 
 def result_map(t: Tiling, p: Problem) -> Map:
@@ -252,22 +243,6 @@ def result_map(t: Tiling, p: Problem) -> Map:
     strides = (h * row, phases * row, row, channels * h * row)
     box = t.out_span // t.element, 16, t.sub[0], 1, 1
     return Map("result", Tensor5(0, dims, strides), p.dtype, box, span=t.out_span)
-
-
-def promotion(t: Tiling) -> int:
-    """Bytes that the cache asks memory for at a time: two lines where one tile soon reads both, and none else does."""
-    return 256 if t.channels_last and t.resident and in_two_lines(t.problem) else 128
-
-
-def in_two_lines(p: Problem) -> bool:
-    """Whether a channels-last tile reads whole pairs of lines that no other reads: kernel and stride are the same.
-
-    With halos, or weights through a ring, the second line is lost before it is read (docs/experiments.md).
-    """
-    if p.groups > 1 or p.kernel != p.stride or max(p.dilation) > 1 or max(p.padding) > 0:
-        return False
-    neighbours = 1 if p.pass_ == "fwd" else p.kernel[-1]  # pixels that a tile's chunks read, side by side
-    return neighbours * source_shape(p)[1] * p.dtype.itemsize % 256 == 0
 
 
 def store_unit(t: Tiling, p: Problem) -> int:
