@@ -23,15 +23,12 @@ _TURNED = {1: 2.26, 2: 1.6}  # by parts: a producer's time for a unit of an NCHW
 _COPY = 271.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _OFF_UNITS = 4.0  # times as many where channels are not, since each element is a copy
 _STORED = {"nchw": 20.7, "channels_last": 47.5}  # bytes a clock that an epilogue stores
-_STAGED = 64.0  # the same of results that it leaves for the copy engine, which stores them during the next tile
-_STAGED_ROW = {False: 16.0, True: 95.0}  # bytes of memory by which a row of its boxes costs more: whole sectors, not
 _FILLED_RUN = {"nchw": 3840.0, "channels_last": 400.0}  # clocks of a run of rows of bias alone, of a warp's channels
 _EXPOSED = {"nchw": 0.7, "channels_last": 1.0}  # share of stores that nothing hides where both consumers store
 _BESIDE_MEMORY = {"nchw": RATES.beside_memory, "channels_last": 0.1}
 _INSTRUCTION = 2.56  # clocks of an epilogue's instruction
 _RUN = 136  # instructions of a run of an epilogue beside its outputs'
 _SECTORS = 165.0  # bytes of a run that the unfilled sectors at its ends cost
-_LOST = 0.9, 0.2, 1.2  # share of a line's rest that comes again; bytes of lines in work over the cache's: none, all
 
 
 def estimate(t: Tiling, p: Problem, gpu: Gpu) -> Cost:
@@ -47,7 +44,7 @@ def least(t: Tiling, p: Problem, gpu: Gpu) -> float:
     found = Work(
         *_multiplied(t, fragments),
         waves=-(-tiles // gpu.multiprocessors),
-        moved=_moved(t, p, tiles, gpu),
+        moved=_moved(t, p),
         stages=math.inf,  # which nobody waits for
         stored=stored,
         in_turn=t.split == 2,
@@ -80,7 +77,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         instructions,
         columns,
         waves=-(-tiles // blocks),
-        moved=_moved(t, p, tiles, gpu),
+        moved=_moved(t, p),
         steps=chunks,
         stages=t.stages_p if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
         weight_steps=0.0 if t.resident else fragments / t.w_stage,
@@ -140,21 +137,13 @@ def _turned(t: Tiling, arriving: int) -> tuple[float, float]:
     return slower * (1.0 + copies), slower * turned
 
 
-def _moved(t: Tiling, p: Problem, tiles: int, gpu: Gpu) -> float:
+def _moved(t: Tiling, p: Problem) -> float:
     """Bytes of the device memory. Rows, and pixels of channels_last, that no tap reads stay there."""
-    each = 1 + _STAGED_ROW[alignment_of(p) < SECTOR] / t.out_span if t.drained else 1.0
-    written = math.prod(result_shape(p)) * each
     read = float(math.prod(source_shape(p)))
     for axis, (offsets, step) in enumerate(zip(t.offsets, t.in_steps)):
         if axis < 2 or t.channels_last:
             read *= len({offset % step for offset in offsets}) / step
-    line = min(LINE, t.cin_g * t.element)
-    if t.channels_last and line > t.row_bytes:  # a chunk takes a part of a line, whose rest the cache may lose
-        share, none, every = _LOST
-        at_once = min(tiles, gpu.multiprocessors // t.cluster) / (t.m_groups // t.problem.groups)
-        lost = (at_once * t.pixels * line / gpu.cache_bytes - none) / (every - none)
-        read *= 1 + share * (line / t.row_bytes - 1) * min(1.0, max(0.0, lost))
-    return (written + read) * t.element
+    return (math.prod(result_shape(p)) + read) * t.element
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------
@@ -166,7 +155,7 @@ def _stored(t: Tiling, alignment: int) -> tuple[float, float]:
     columns = t.beside * t.image_columns if t.beside else t.tile[0] * t.tile[3]
     outputs = math.prod(t.tile[1:3]) * columns * t.width_subs * t.subs * channels * t.element / t.cluster
     if t.drained:
-        return outputs / _STAGED, outputs
+        return outputs / _STORED["channels_last"], outputs  # in boxes' rows, as whole as pixels
     layout = t.problem.layout
     clocks = max(outputs * _unfilled(t, alignment) / _STORED[layout], _INSTRUCTION * _instructions(t, alignment))
     clocks += _filled(t, channels)
