@@ -19,7 +19,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
 from upconv.cuda.gemm import gather, gather_search, joined
-from upconv.cuda.gemm.shuffle import ways
+from upconv.cuda.gemm.shuffle import shuffled
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
 from upconv.cuda.pixels import implicit
@@ -122,7 +122,8 @@ def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
     searches.append({"size": p.size, "beside": True})
     searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
-    searches += [{"classes": classes, "shuffle": way} for way in ways(any_size(p))]
+    shuffle = shuffled(any_size(p))
+    searches += [{"classes": classes, "shuffle": shuffle}] if shuffle else []
     tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
     if tiling is None or (p.layout == "nchw" and tiling.tensor_map and tiling.classes != classes):
         return None  # rows that boxes do not bring

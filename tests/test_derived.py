@@ -14,7 +14,7 @@ import torch
 from upconv.cuda.axes import any_size
 from upconv.cuda.direct import tiles as direct
 from upconv.cuda.gemm import gather_search
-from upconv.cuda.gemm.shuffle import ways
+from upconv.cuda.gemm.shuffle import shuffled
 from upconv.cuda.gpu import A100, H200
 from upconv.cuda.pixels.sweep import Sweep
 from upconv.cuda.wgrad import wgrad_search
@@ -43,7 +43,8 @@ def searched(seed: int) -> list[Any]:
     found = [gather_search.candidates(layer, gpu, classes=classes) for classes in ((1, 1), (2, 2), None)]
     found += [gather_search.candidates(layer, gpu, size=size, beside=beside) for beside in (False, True)]
     found.append(gather_search.candidates(layer, gpu, drained=True))
-    found += [gather_search.candidates(layer, gpu, shuffle=way) for way in ways(layer)[:1]]
+    if (shuffle := shuffled(layer)) is not None:
+        found.append(gather_search.candidates(layer, gpu, shuffle=shuffle))
     of_weight = p.with_(pass_="grad-weight", bias=False)
     odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
     found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]

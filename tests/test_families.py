@@ -22,7 +22,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.cost import Work, cost
 from upconv.cuda.direct import direct, plain
 from upconv.cuda.gemm import joined
-from upconv.cuda.gemm.shuffle import countable, ways
+from upconv.cuda.gemm.shuffle import countable, shuffled
 from upconv.cuda.gpu import H200, Gpu
 from upconv.cuda.launches import Given
 from upconv.export import source
@@ -193,7 +193,7 @@ def test_phases_are_rows_where_32_bits_count_them() -> None:
     row = Problem.make(1, 56, 2, (1, 2**29), (1, 9), (1, 3), (0, 4), **LAST_BF16)
     weight = Problem.make(1, 8192, 4096, (8, 8), 8, 8, dtype=DTYPES["bf16"])
     for p, smaller in ((row, row.with_(size=(1, 2**20))), (weight, weight.with_(in_channels=4096))):
-        assert ways(p) and not countable(p) and countable(smaller)
+        assert shuffled(p) and not countable(p) and countable(smaller)
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,9 @@ def _ceil(text: str, by: int) -> str:
 
 def _gather(c: gather.Choice) -> Sizes:
     t = c.tiling
-    strides, leads = ((1, 1, 1), (0, 0, 0)) if t.shuffle is None else (t.shuffle.strides, t.shuffle.leads)
+    strides = (1, 1, 1) if t.shuffle is None else t.shuffle.strides
     each = (n * s * tile for n, s, tile in zip(t.out_steps, strides, t.tile[1:]))
-    tiles = {
-        name: _ceil(f"{result} + {lead}" if lead else result, step)
-        for name, result, lead, step in zip(_TILES, _RESULT, leads, each)
-    }
+    tiles = {name: _ceil(result, step) for name, result, step in zip(_TILES, _RESULT, each)}
     blocks = "min(tiles, processors)"
     if t.resident and t.m_groups > 1:  # a block keeps the weights of one group of rows, so all have as many blocks
         blocks = f"max(1, {blocks} // {t.m_groups}) * {t.m_groups}"

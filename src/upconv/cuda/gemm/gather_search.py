@@ -15,7 +15,7 @@ from upconv.cuda.axes import Unfit, any_size, gather_axes, positions, result_sha
 from upconv.cuda.compile.boxes import alignment_classes
 from upconv.cuda.cost import Cost
 from upconv.cuda.gemm.gather_cost import estimate, fragment_clocks, least
-from upconv.cuda.gemm.shuffle import Shuffle, countable, ways
+from upconv.cuda.gemm.shuffle import Shuffle, countable, shuffled
 from upconv.cuda.gemm.tiling import MOST_ACCUMULATORS, Tiling
 from upconv.cuda.gpu import CLUSTERS, FRAGMENT, MAX_BOX, Gpu
 from upconv.derived import derived, settled, varied
@@ -57,7 +57,7 @@ class Kind:
     size: tuple[int, ...] | None = None
     """Of the input, of which tiles hold whole images; None: tiles serve every size."""
     shuffle: Shuffle | None = None
-    """Those of the layer without its stride; one of `shuffle.ways`."""
+    """Those of the layer without its stride; as `shuffle.shuffled` has it."""
     drained: bool = False
     """Those whose outputs the tensor copy engine stores."""
     beside: bool = False
@@ -323,9 +323,9 @@ def _kinds(p: Problem, gpu: Gpu, general: bool) -> list[Kind]:
     """What to search for a problem."""
     fast = gpu.arch == "90a"
     classes = classes_of(p, general) if p.layout == "nchw" else (1, 1)
-    shuffles = ways(any_size(p)) if countable(p) else ()
-    kinds = [Kind(fast, classes, shuffle=shuffle) for shuffle in (None, *shuffles)]
-    if not general and not shuffles and fast and drains(p):
+    shuffle = shuffled(any_size(p)) if countable(p) else None
+    kinds = [Kind(fast, classes), *([Kind(fast, classes, shuffle=shuffle)] if shuffle else [])]
+    if not general and not shuffle and fast and drains(p):
         kinds.append(Kind(fast, classes, drained=True))
     if not general and whole_source(p) is not None:
         kinds += [replace(kind, classes=(1, 1), size=p.size) for kind in kinds]

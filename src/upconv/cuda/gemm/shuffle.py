@@ -1,4 +1,4 @@
-"""Strided layers of few output channels, or of wide strides, in the gather-GEMM: phases are rows of M.
+"""Strided layers of few output channels in the gather-GEMM: phases are rows of M.
 
 A transposed convolution of stride s to C channels is one without a stride to ``C s^n`` channels, whose pixels are then
 shuffled (Shi et al., Real-Time Single Image and Video Super-Resolution Using an Efficient Sub-Pixel Convolutional
@@ -7,14 +7,9 @@ Here the tiling is that of the layer without a stride (`Shuffle.unstrided`), who
 only the packed weights and the epilogue know of the stride (``kernels/shuffle.cuh``). No memory is needed: the results
 of one q lie ``s`` outputs apart from the next one's, and the epilogue writes whole lines.
 
-A large stride along W gains by it with many channels too: a consumer's registers hold four of its phases, so that the
-strided layer's tiles write 16 of 32 bytes and other tiles those between (docs/experiments.md).
-
 Per axis, with the padding p: an output is ``o + p = q s + u``, a tap ``k = a s + u``, and phase u at q sums input
-``q - a`` times tap a. Counting q from the first one that has an output leaves ``lead = p mod s`` outputs of it before
-the image, and one position more than the image has strides: 33 for the 64 columns of a GAN's output of stride 2 and
-padding 1. With ``s - lead`` taps of zeros `ahead` of the kernel (and the padding so much larger) there is no lead, and
-a phase has a tap more.
+``q - a`` times tap a. Zeros ahead of the kernel make the padding a multiple of the stride, so that the first position
+has no outputs before the image.
 """
 
 from __future__ import annotations
@@ -27,9 +22,6 @@ from upconv.derived import derived
 from upconv.problem import Problem, Triple, triple
 
 SLAB = 16  # rows of M that a warp has
-# From which on more rows gain than an instruction has: other tiles hold fewer phases along W than there are, and store
-# between each other's results.
-_WIDE_STRIDE = 5
 
 
 def refusal(p: Problem) -> str | None:
@@ -43,7 +35,7 @@ def refusal(p: Problem) -> str | None:
     rows = Shuffle(p)
     if rows.inner > SLAB:
         return f"{rows.inner} neighbouring outputs of a position are more than the {SLAB} rows of a warp"
-    if rows.rows > ROWS_M and (rows.channels_last or p.stride[-1] < _WIDE_STRIDE):
+    if rows.rows > ROWS_M:
         return f"{p.out_channels} channels in {math.prod(p.stride)} phases take more than {ROWS_M} rows"
     return None
 
@@ -54,12 +46,9 @@ def countable(p: Problem) -> bool:
     return max(row, math.prod(p.weight_shape)) < 2**31
 
 
-def ways(p: Problem) -> tuple[Shuffle, ...]:
-    """The ways to make phases rows of M; none where `refusal` says why."""
-    if refusal(p) is not None:
-        return ()
-    found = Shuffle(p), Shuffle(p, ahead=True)
-    return found if any(found[0].leads) else found[:1]
+def shuffled(p: Problem) -> Shuffle | None:
+    """How phases are rows of M; None where `refusal` says why not."""
+    return Shuffle(p) if refusal(p) is None else None
 
 
 @dataclass(frozen=True)
@@ -67,8 +56,6 @@ class Shuffle:
     """How a strided layer's channels and phases are rows of M. Rows that are neighbours in memory make lines."""
 
     layer: Problem
-    ahead: bool = False
-    """Whether zeros ahead of the kernel take the place of outputs before the image."""
 
     @derived
     def unstrided(self) -> Problem:
@@ -97,13 +84,7 @@ class Shuffle:
     def zeros(self) -> Triple:
         """Taps of zeros ahead of the kernel along D, H, W."""
         ends = zip(self.layer.padding, self.layer.stride)
-        return triple(tuple(-pad % s * self.ahead for pad, s in ends), 0)
-
-    @derived
-    def leads(self) -> Triple:
-        """Outputs of the first position along D, H, W that the padding has cut off."""
-        ends = zip(self.layer.padding, self.layer.stride)
-        return triple(tuple(pad % s * (not self.ahead) for pad, s in ends), 0)
+        return triple(tuple(-pad % s for pad, s in ends), 0)
 
     @property
     def channels_last(self) -> bool:
@@ -136,7 +117,7 @@ class Shuffle:
 
     def positions(self, out: Triple) -> Triple:
         """Positions q along D, H, W that an output of this size takes."""
-        d, h, w = (-(-(n + lead) // s) for n, lead, s in zip(out, self.leads, self.strides))
+        d, h, w = (-(-n // s) for n, s in zip(out, self.strides))
         return d, h, w
 
     def line_words(self, run: int) -> int:
@@ -146,7 +127,6 @@ class Shuffle:
     def constants(self) -> dict[str, int]:
         """The kernel's, beside those of the layer without a stride."""
         found = {"inner": self.inner, "lines": self.lines, "per_slab": self.per_slab}
-        for name, stride, kernel, lead, zeros in zip("dhw", self.strides, self.kernel, self.leads, self.zeros):
-            found |= {f"layer_stride_{name}": stride, f"layer_kernel_{name}": kernel}
-            found |= {f"lead_{name}": lead, f"zeros_{name}": zeros}
+        for name, stride, kernel, zeros in zip("dhw", self.strides, self.kernel, self.zeros):
+            found |= {f"layer_stride_{name}": stride, f"layer_kernel_{name}": kernel, f"zeros_{name}": zeros}
         return found

@@ -12,13 +12,13 @@ static constexpr int LINE_PITCH = (R::RUN + 1) * C::inner * 4;  // of a line of 
 static constexpr int BUFFER_BYTES = C::per_slab * LINE_PITCH;
 static constexpr int OUTPUTS = R::RUN * C::inner;       // of a run's line
 
-// A line of a run from the buffer to memory, outputs `first` ... of which those from 0 to `end` exist. (One by one:
+// A line of a run from the buffer to memory, outputs `first` ... of which those up to `end` exist. (One by one:
 // most layers whose phases are rows write few outputs.)
 static __device__ __forceinline__ void store_line(char* to, int first, int end, u32 line, int lane) {
 #pragma unroll
   for (int i = 0; i < (OUTPUTS + 31) / 32; i++) {
     int e = lane + 32 * i, at = first + e;
-    bool ok = (u32)at < (u32)end && (OUTPUTS % 32 == 0 || e < OUTPUTS);
+    bool ok = at < end && (OUTPUTS % 32 == 0 || e < OUTPUTS);
     float v = load_shared_f32(line + (OUTPUTS % 32 == 0 || ok ? e : 0) * 4);
     char* p = to + (long long)at * G::ELEMENT;
     if constexpr (G::ELEMENT == 4) store_global_if(p, Number::bits(v), ok);
@@ -51,8 +51,8 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
     for (int i = 0; i < R::OF_SUBTILE; i++) {
       int h = C::out_step_h * (t.h + at.h + (R::TALL ? i : 0)) + slab.oh;
       int w = C::out_step_w * (t.w + at.w + (R::TALL ? 0 : i * R::RUN));
-      int first = (w * C::layer_stride_w - C::lead_w) * PER_PIXEL, end = s.out_w * PER_PIXEL;
-      if (n >= s.batch || d * C::layer_stride_d - C::lead_d >= s.out_d || h * C::layer_stride_h - C::lead_h >= s.out_h || first >= end) continue;
+      int first = w * C::layer_stride_w * PER_PIXEL, end = s.out_w * PER_PIXEL;
+      if (n >= s.batch || d * C::layer_stride_d >= s.out_d || h * C::layer_stride_h >= s.out_h || first >= end) continue;
 #pragma unroll
       for (int k = 0; k < R::GROUPS; k++) {
         const int nb = R::nb_of(r, i, k), j = R::j_of(r, i, k);
@@ -66,8 +66,8 @@ static __device__ __forceinline__ void store(float (&acc)[G::MB][G::NB][32], con
 #pragma unroll 1
       for (int l = 0; l < C::per_slab; l++) {
         const typename Shuffle<C>::Line line = Shuffle<C>::line_at(first_line + l);
-        int od = d * C::layer_stride_d + line.d - C::lead_d, oh = h * C::layer_stride_h + line.h - C::lead_h;
-        if (first_line + l >= C::lines || (u32)od >= (u32)s.out_d || (u32)oh >= (u32)s.out_h) continue;
+        int od = d * C::layer_stride_d + line.d, oh = h * C::layer_stride_h + line.h;
+        if (first_line + l >= C::lines || od >= s.out_d || oh >= s.out_h) continue;
         long long row = (((long long)n * (C::channels_last ? 1 : C::cout) + line.channel) * s.out_d + od) * s.out_h + oh;
         store_line(y + row * end * G::ELEMENT, first, end, buffer + l * LINE_PITCH, lane);
       }

@@ -1,7 +1,7 @@
 // Rows of M that are the output channels and phases of a strided layer: tiles and taps are those of the layer without its
 // stride, whose results the epilogue shuffles (cuda/gemm/shuffle.py explains it and computes the constants).
 //
-// Per axis an output is o = q stride + u - lead and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
+// Per axis an output is o = q stride + u and a tap k = a stride + u - zeros: phase u of q sums tap a of input q - a.
 // C::inner rows of M are neighbours in memory at one q: the phases along W, in channels_last each with all channels. With those of the
 // q beside it they make a line of the output; a slab, the 16 rows of a warp, has C::per_slab lines of the C::lines that there are.
 #include "packing.cuh"
