@@ -138,6 +138,8 @@ class Rates(NamedTuple):
     """Of producers that transpose a chunk."""
     unit_turned: float
     """And for each 32 bytes of a pixel of a thread's."""
+    store: float
+    """Of a consumer for 8 results of `pixels` and `joined`."""
     tile: float
     """A tile beside its steps and stores."""
     disturbed: float
@@ -169,6 +171,7 @@ RATES = Rates(
     latency=818.0,
     chunk_turned=528.0,
     unit_turned=90.5,
+    store=1.0,
     tile=912.0,
     disturbed=0.5,
     cluster=3320.0,

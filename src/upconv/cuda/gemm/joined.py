@@ -21,7 +21,7 @@ from upconv.cuda.axes import result_shape, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import dense
 from upconv.cuda.cost import Work
-from upconv.cuda.gpu import FRAGMENT, LINE, MAX_BOX, ROW_BYTES, ROWS_M, Gpu
+from upconv.cuda.gpu import FRAGMENT, LINE, MAX_BOX, RATES, ROW_BYTES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.choice import TileChoice, cheapest
 from upconv.cuda.pixels.tile import MOST_STAGES, moved
@@ -36,7 +36,6 @@ _MOST_TAPS_OF_STAGE = 6
 _BUFFERS = {4: 8 * 8 * (512 + 32), 2: 8 * 8 * (512 + 16)}  # bytes of what leaves, of 8 warps, by those of an element
 _RINGS = (4, 6), (4, 4), (3, 2), (2, 2)
 """Stages and slots: the first whose memory leaves three stages of weights."""
-_STORE = 0.41  # clocks for 32 bytes of stores
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Tile(Base):
             shared=stages * shared,
             chunks_turned=stages * c.warps_of_stage,
             turned=stages * c.warps_of_stage * span / _PLACES[0],  # of the largest tile as much as a pixel of a thread
-            stored=ROWS_M * self.places * self.element / 32 * _STORE,
+            stored=ROWS_M * self.places / 8 * RATES.store,
             in_turn=True,
         )
 

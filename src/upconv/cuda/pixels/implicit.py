@@ -22,7 +22,7 @@ from upconv.cuda.compile import jit
 from upconv.cuda.compile.boxes import channels_last, fullest
 from upconv.cuda.cost import Work
 from upconv.cuda.family import MOST_COUNTED
-from upconv.cuda.gpu import CLUSTERS, LINE, MAX_BOX_STEP, Gpu
+from upconv.cuda.gpu import CLUSTERS, LINE, MAX_BOX_STEP, RATES, Gpu
 from upconv.cuda.launches import Argument, Given, Map, Operand, Pointer, ints
 from upconv.cuda.packs import rows_of_taps
 from upconv.cuda.pixels.tile import (
@@ -38,7 +38,6 @@ from upconv.problem import Problem, Triple, triple
 
 _MOST_TAPS = 512  # and phases
 _WASTE = 1.04  # columns that all blocks have, of a result's channels
-_STORE = {"fwd": 1.19, "grad-input": 0.3}  # clocks for 8 results, by pass; twice as many where lanes store 8 bytes
 _OWN = 1.8  # of a line's time: of pixels, which are a block's own, where all blocks read the same weights together
 _SQUARE = 64  # channels and columns of weights, which a block of `pack` turns
 
@@ -265,7 +264,7 @@ class Implicit(Tile):
             stages=self.stages,
             lines=max(self.rows + self.columns, _OWN * self.rows) * steps,
             boxes=2 * steps,
-            stored=self.rows * self.columns / self.cluster * narrow / 8 * _STORE[p.pass_],
+            stored=self.rows * self.columns / self.cluster * narrow / 8 * RATES.store,
             descriptors=True,
             in_turn=not self.halves,
             exchanged=self.rows * self.columns if self.cluster > 1 else 0,

@@ -24,19 +24,16 @@ from upconv.cuda.axes import any_size, result_shape, source_shape
 from upconv.cuda.compile.boxes import Five, Tensor5
 from upconv.cuda.cost import Work
 from upconv.cuda.family import MOST_COUNTED
-from upconv.cuda.gpu import LINE, MAX_BOX, ROWS_M, Gpu
+from upconv.cuda.gpu import LINE, MAX_BOX, RATES, ROWS_M, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.tile import CONSUMERS, Tile, fitted, moved
 from upconv.problem import Problem, triple
 
 _PLACES = CONSUMERS * ROWS_M  # of a tile
-_SUBPIXEL_COLUMNS = (256, 192, 128, 96, 64, 32)
-_PAIRS_COLUMNS = (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 104, 96, 88, 80, 64, 48, 32)
-"""Many, since such a layer has so few places that a GPU's last wave of tiles is often half empty."""
+_COLUMNS = range(256, 16, -16)
+"""Many, since layers of so few places that a GPU's last wave of tiles is half empty gain by them."""
 _GROUPS = (64, 32, 16)  # whole 16 places, as a warp has them
 _MOST_ROWS = 3
-_STORE = 3.5
-"""Clocks of a consumer for 32 results, of which lanes store two or four neighbours together; else four times those."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Streamed(Tile):
             boxes=c.stages_k * c.boxes,
             shared=instructions * c.columns * 32 + copied,
             fragments=instructions * loaded,
-            stored=_PLACES * self.columns / 32 * _STORE * (1 if together else 4),
+            stored=_PLACES * self.columns / 8 * RATES.store * (1 if together else 4),
         )
 
     def text(self, p: Problem, gpu: Gpu) -> str:
@@ -145,8 +142,8 @@ class Subpixel(Streamed):
 @lru_cache(maxsize=256)
 def _subpixel_tiles(layer: Problem, gpu: Gpu) -> tuple[Subpixel, ...]:
     """A layer's tiles for all sizes."""
-    most, least = 2 * layer.out_channels * layer.taps, _SUBPIXEL_COLUMNS[-1]
-    return fitted((Subpixel(layer, n) for n in _SUBPIXEL_COLUMNS if n < most or n == least), gpu)
+    most, least = 2 * layer.out_channels * layer.taps, _COLUMNS[-1]
+    return fitted((Subpixel(layer, n) for n in _COLUMNS if n < most or n == least), gpu)
 
 
 class _Row(NamedTuple):
@@ -304,5 +301,5 @@ def _fewest_conflicts(element: int, need: int, slot: int, slots_lane: int, strid
 def _pairs_tiles(layer: Problem, gpu: Gpu) -> tuple[Pairs, ...]:
     """A layer's tiles for all sizes."""
     every = result_shape(layer)[1] * _Row.of(layer).out
-    columns = [n for n in _PAIRS_COLUMNS if every <= _PAIRS_COLUMNS[-1] or n < 2 * every]
+    columns = [n for n in _COLUMNS if every <= _COLUMNS[-1] or n < 2 * every]
     return fitted((Pairs(layer, *shape) for shape in product(columns, _GROUPS)), gpu)
