@@ -139,7 +139,7 @@ class Rates(NamedTuple):
     unit_turned: float
     """And for each 32 bytes of a pixel of a thread's."""
     store: float
-    """Of a consumer for 8 results of `pixels` and `joined`."""
+    """Of a consumer for 8 results of `pixels` and `joined`; `sweep` has its own."""
     tile: float
     """A tile beside its steps and stores."""
     disturbed: float

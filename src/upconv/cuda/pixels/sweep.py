@@ -29,7 +29,7 @@ from upconv.cuda.gemm.gather_constants import pixel_constants, producer_register
 from upconv.cuda.gemm.gather_search import chunk_sizes
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gemm.tiling_pixels import MAX_PIXELS
-from upconv.cuda.gpu import RATES, Gpu
+from upconv.cuda.gpu import Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.pixels.tile import MOST_COLUMNS, Tile, moved, stores_wide
 from upconv.derived import derived_from, settled, varied
@@ -45,6 +45,7 @@ _RINGS = {
     True: ((6, 2, 6), (4, 2, 6), (4, 2, 4), (3, 2, 4), (3, 2, 3), (2, 2, 3)),
     False: ((3, 4, 6), (3, 4, 4), (3, 3, 4), (3, 3, 3), (3, 2, 3), (2, 2, 3)),
 }
+_STORE = 1.44  # clocks of a consumer for 32 bytes of stores
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ class Sweep(Tile):
             shared=shared,
             chunks_turned=0 if last else t.chunks,
             turned=0 if last else t.chunks * -(-t.pixels // 192) * t.k_steps * 8 // t.element,
-            stored=math.prod(self.shape) * t.cout_g / 8 * RATES.store,
+            stored=math.prod(self.shape) * t.cout_g * t.element / 32 * _STORE,
             descriptors=True,
         )
 
