@@ -2384,7 +2384,7 @@ using Counts = std::array<cuuint64_t, 5>;
 kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int element, bool channels_last,
                               bool second, CUtensorMapDataType type, const std::array<cuuint32_t, 5>& box,
                               const std::array<cuuint32_t, 5>& steps, CUtensorMapSwizzle swizzle,
-                              CUtensorMapL2promotion promotion, CUresult& result) {
+                              CUresult& result) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult status;
   int device;  // gives a thread that has called nothing yet its context; cudaFree would end a graph's capture
@@ -2407,7 +2407,8 @@ kernels::TensorMap tensor_map(void* memory, Counts counts, int64_t row, int elem
   if (encode != nullptr)
     result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
         reinterpret_cast<CUtensorMap*>(&map), type, 5, memory, counts.data(), pitches.data(), box.data(),
-        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
 }
 
@@ -2433,7 +2434,7 @@ void forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<
       of(packed), of(bias), of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
       sizes[7], {tensor_map(x, false, false, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
                   std::array<cuuint32_t, 5>{cuuint32_t(sizes[7]), cuuint32_t(sizes[6]), 1, 8, 1},
-                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2447,7 +2448,7 @@ void grad_input(const at::Tensor& grad, const at::Tensor& weight, const at::Tens
       of(packed), nullptr, of(out), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
       sizes[7], sizes[8], sizes[9], sizes[10],
       {tensor_map(grad, false, false, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, std::array<cuuint32_t, 5>{76, 5, 1, 8, 1},
-                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_NONE)});
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -2460,7 +2461,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
       of(grad), of(sums), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
       sizes[8], sizes[9], sizes[10], sizes[11],
       {tensor_map(x, false, true, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, std::array<cuuint32_t, 5>{32, 48, 4, 1, 1},
-                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)});
+                  std::array<cuuint32_t, 5>{1, 1, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B)});
   kernels::add_records<kernels::GradWeight><<<2761, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
