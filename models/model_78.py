@@ -2097,7 +2097,7 @@ wgrad_wgmma(const char* __restrict__ g, char* __restrict__ records, int batch, i
   K::run(g, WgradRecord<WgradTile<C>>{records}, {batch, in_d, in_h, in_w, out_d, out_h, out_w, tiles_d, tiles_h, tiles_w, chunks, per_split}, maps, memory);
 }
 
-// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+// Adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
 template <class C>
 __global__ void __launch_bounds__(256)
 add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {

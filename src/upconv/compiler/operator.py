@@ -179,7 +179,7 @@ def _run(input: Tensor, weight: Tensor, bias: Tensor | None, text: str) -> Tenso
     plan = dispatch.find_plan(rank, input, weight, bias, *arguments, rounded)
     if plan is not None and plan.choice is not None:
         doubtful = dispatch.doubtful(plan.problem, input.device.type)
-        found = recorded.compute(plan, None, (input, weight, bias), None if doubtful else (text, 0))[0]
+        found = recorded.compute(plan, 0, (input, weight, bias), None if doubtful else text)[0]
         assert found is not None
         if plan.problem.layout != "nchw" or not doubtful:
             return found
@@ -205,7 +205,7 @@ def _run_backward(grad: Tensor, input: Tensor, weight: Tensor, text: str, mask: 
         if refusals.active:
             refusals.refuse_gradients(plan, asked)
         exact = not dispatch.doubtful(plan.problem, grad.device.type)
-        found = recorded.compute(plan, asked, (grad, input, weight), (text, mask) if exact else None)
+        found = recorded.compute(plan, mask, (grad, input, weight), text if exact else None)
     else:
         found = autograd.transposed(plan).taken(grad, input, weight, asked)
     layout = _format(input, weight)

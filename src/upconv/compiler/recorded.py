@@ -21,8 +21,6 @@ from upconv.replay import calls, native, replays
 from upconv.replay.calls import Guarded, Operands
 from upconv.replay.replays import Results
 
-Mask = tuple[bool, bool, bool]
-
 
 class _Known(Guarded):
     """Operands of a graph's call, and what replays it."""
@@ -91,22 +89,23 @@ def _note(key: tuple[Any, ...], plan: Plan, operands: Operands, layer: Any) -> N
         seen.made += 1
 
 
-def compute(plan: Plan, mask: Mask | None, operands: Operands, known_by: tuple[str, int] | None = None) -> Results:
+def compute(plan: Plan, mask: int, operands: Operands, text: str | None = None) -> Results:
     """A pass by a plan, replayed where it can be; the third call like it is recorded.
 
     Args:
         plan: what the pass is computed by.
-        mask: the gradients that are asked for; None for the forward.
+        mask: the gradients that are asked for, in bits; 0 for the forward.
         operands: input, weight and bias, or the output's gradient, input and weight.
-        known_by: `replayed`'s first arguments, so that it does so from then on; None where results are changed later.
+        text: the arguments of the operator, by which `replayed` finds the call from then on; None where its results
+            are changed later.
     """
     a, b, c = operands
 
     def run() -> Results:
-        if mask is None:
+        if not mask:
             return (engine.forward(plan, a, b, c, lasting=False),)
         assert c is not None
-        return engine.gradients(plan, a, b, c, mask, lasting=False)
+        return engine.gradients(plan, a, b, c, (bool(mask & 1), bool(mask & 2), False), lasting=False)
 
     if weights.frozen and (weights.is_frozen(b) or (c is not None and weights.is_frozen(c))):
         return run()  # a recording packs, and the pass in Python reads the copy
@@ -115,9 +114,9 @@ def compute(plan: Plan, mask: Mask | None, operands: Operands, known_by: tuple[s
     )
     if held.layer is not None and held.layer is not replays.NEVER:
         found = native.module().run(held.layer, a, b, c)
-        if found is not None and known_by is not None:
-            _note(_key(*known_by, a, b, c), plan, operands, held.layer)
-        return run() if found is None else (found,) if mask is None else found
+        if found is not None and text is not None:
+            _note(_key(text, mask, a, b, c), plan, operands, held.layer)
+        return run() if found is None else found if mask else (found,)
     if held.layer is None and replays.hoped and not engine._collectors:
         held.calls += 1
         module = replays.recorder(operands)

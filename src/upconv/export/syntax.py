@@ -90,8 +90,10 @@ class Tree:
         """With these values of local variables."""
         before = self.local, self._values
         self.local, self._values = local, {}
-        yield
-        self.local, self._values = before
+        try:
+            yield
+        finally:
+            self.local, self._values = before
 
     @cached_property
     def constants(self) -> list[dict[str, list[Node | int | None]]]:

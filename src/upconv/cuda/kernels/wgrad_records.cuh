@@ -1,6 +1,6 @@
 #include "wgrad.cuh"
 
-// Of an exported file: adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
+// Adds records of sums, [split][tile][tap][ci][co] (WgradShape). A lane has a sum, a warp of eight every eighth split.
 template <class C>
 __global__ void __launch_bounds__(256)
 add_records(const float* __restrict__ records, typename WgradShape<C>::Bits* __restrict__ weight, int splits) {
