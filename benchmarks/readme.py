@@ -329,11 +329,30 @@ def cpu() -> str:
 
 # --- the pages -------------------------------------------------------------------------------------------------------
 
+
+def other_sizes() -> str:
+    """How files do at other sizes than they were planned for, beside the library, which plans each anew."""
+    found = load("exported/h200-sizes")
+    by_size: dict[str, dict[str, dict[str, float]]] = {}
+    for row in found["rows"]:
+        by_size.setdefault(row["size"], {}).setdefault(row["run"], {})[row["case"]] = row["library_ratio"]
+    rows = []
+    for size, runs in by_size.items():
+        cells = [size]
+        for run in ("forward", "step"):
+            ratios = runs[run]
+            lowest = min(ratios, key=lambda case: ratios[case])
+            cells += [times(report.geometric_mean([*ratios.values()])), f"{lowest} {times(ratios[lowest])}"]
+        rows.append(cells)
+    return of(found, ["size", "forward", "lowest", "forward and gradients", "lowest"], rows, 1)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "gains": gains, "reports": reports, "layers": layers, "rounding": rounding, "cold": cold, "cpu": cpu,
     "compiled": compiled, "host": host, "shapes": shapes,
     "training": lambda: as_shown("h200-training"),
     "exported": lambda: as_shown("h200-exported"),
+    "sizes": other_sizes,
     "curves": lambda: curves.stated(load("h200-curves")),
 }  # fmt: skip
 
