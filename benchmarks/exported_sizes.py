@@ -41,7 +41,7 @@ from upconv.problem import Problem  # noqa: E402
 
 MODELS = ROOT / "models"
 CASES = [case.name for case in SUITES["kernelbench"]]
-REPEATS = timing.Repeats(0.25, 7, 60)
+REPEATS = timing.Repeats(0.15, 7, 40)
 LAYERS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
 FILES = {1: 79, 2: 57, 3: 58}
