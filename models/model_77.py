@@ -1185,7 +1185,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+  const u64 upper = ((u64)(GROUP_ROWS * G::ROW_BYTES >> 4) << 32) | ((u64)(3) << 62);
 #pragma unroll
   for (int nb = 0; nb < NB; nb += 1) {
     u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(nb, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
@@ -1358,13 +1358,12 @@ __device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][
       for (int e = 0; e < 32; e++) acc[0][nb][e] += b[e >> 1 & 1];
 }
 
-// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// Rows of the result without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
 // are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
 // through the buffer all the same.
 
-template <class C> __constant__ const auto BARE_OF = table_of<short>(C::bares);  // [variant]: where its sub-positions without taps begin
-template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // their offsets, of rows the first
+template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // offsets of (D, H) sub-positions without taps, of rows the first
 template <class C> __constant__ const auto BARE_H = table_of<short>(C::bares_h);
 template <class C> __constant__ const auto BARE_ROW = table_of<short>(C::bares_rows);  // rows along H, neighbours; 0: all
 
@@ -1374,8 +1373,8 @@ template <class C>
 struct FillOf {
 using G = GatherWork<C>;
 static constexpr int SHARES = C::split == 0 ? 2 : 1;
-static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * 4;
-static constexpr int STEPS = ROW_BYTES / 512 + 1;
+static constexpr int SHARE_BYTES = C::tile_w * C::out_step_w * 4;  // of a row
+static constexpr int RUN_STORES = SHARE_BYTES / 512 + 1;
 
 int first, couts, part, lane;                           // channels
 u32 word;                                               // the lane's channel's bias
@@ -1389,7 +1388,7 @@ __device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ b
 __device__ __forceinline__ bool none() const { return false; }
 
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
-// the run's `last`, to where the sector of `end` begins. A call stores STEPS times 512 bytes, `from` there on, without a branch, so
+// the run's `last`, to where the sector of `end` begins. A call stores RUN_STORES times 512 bytes, `from` there on, without a branch, so
 // that several channels' are under way, each along its row: all channels in turn would be slower.
 static __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   constexpr int VEC = G::VEC;
@@ -1397,7 +1396,7 @@ static __device__ __forceinline__ void fill_some(char* share, int lowest, int en
   int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
   int at = ((a + phase) & ~15) - phase + from + lane * 16;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  for (int i = 0; i < RUN_STORES; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
   // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * 4;
@@ -1405,12 +1404,12 @@ static __device__ __forceinline__ void fill_some(char* share, int lowest, int en
   store_global_if(share + at, word, ok);
 }
 
-__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile&, int, const Run& run) const {
+__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const Run& run) const {
   int own = run.own * 4;
   long long before = run.before * 4;
   int lowest = before < 31 ? -(int)before : -31;
   char* to = y + (((((long long)run.n * C::cout + first) * s.out_d + run.od) * s.out_h + run.oh) * s.out_w) * 4 + before;
-  const bool once = own + 46 <= STEPS * 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+  const bool once = own + 46 <= RUN_STORES * 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
   if (once) {
 #pragma unroll 4
     for (int c = part; c < 16; c += SHARES)
@@ -1419,22 +1418,24 @@ __device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const
 #pragma unroll 1
     for (int c = part; c < 16; c += SHARES)
 #pragma unroll 1
-      for (int from = 0; from < own + 46; from += STEPS * 512)
+      for (int from = 0; from < own + 46; from += RUN_STORES * 512)
         fill_some(to + c * channel_bytes, lowest, own, run.last, from, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
   }
 }
 };
 
-// Of a tile's variant each C::subs-th is a warp's own.
+// All variants share what a tile's positions cover, so that blocks which keep to one of them store as much as others. Of the
+// sub-positions each C::subs-th is a warp's own.
 template <class C>
 __device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type* __restrict__ bias, char* __restrict__ y, const typename GatherWork<C>::Sizes& s, const typename GatherWork<C>::Tile& t, const Slab& slab, int part, int warp, int lane) {
   const FillOf<C> channels(bias, s, t, slab, part, warp, lane);
   if (channels.none()) return;
 #pragma unroll 1
-  for (int b = BARE_OF<C>[t.variant] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[t.variant + 1]; b += C::subs) {
+  for (int b = warp * 16 / C::rows_per_sub; b < C::bares; b += C::subs) {
     const bool plane = BARE_ROW<C>[b] == 0;             // else so many rows
     int share = t.w / C::tile_w, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW<C>[b];
     if (plane) share += t.h / C::tile_h * shares, shares *= s.tiles_h;
+    share = share + t.variant, shares *= C::variants;
     const bool last = share + 1 == shares;
     u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
@@ -1443,7 +1444,7 @@ __device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type*
       int oh = plane ? 0 : C::out_step_h * (t.h + i % C::tile_h) + BARE_H<C>[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
       u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      channels.store(y, s, t, b, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
+      channels.store(y, s, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
     }
   }
 }
@@ -2329,12 +2330,12 @@ struct Forward {
   static constexpr int slot_channel = 3456, slot_copied = 27648, slot_units = 18, first_d = -1, first_h = -1;
   static constexpr int column_pad = 3, cout_g = 64, split = 2, mb = 1, subs = 1, rows_per_sub = 64, m_groups = 1;
   static constexpr int w_stage = 5, out_step_d = 2, out_step_h = 2, out_step_w = 2, cout = 64, taps = 27, sub_h = 1;
-  static constexpr int w_subs = 2, blocks_of_w[2] = {-1, 0}, subs_d[1] = {1}, subs_h[1] = {1}, subs_w[1] = {0};
-  static constexpr int stages_w = 8, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
+  static constexpr int w_subs = 2, blocks_of_w[2] = {-1, 0}, variants = 1, subs_d[1] = {1}, subs_h[1] = {1};
+  static constexpr int subs_w[1] = {0}, stages_w = 8, taps_unrolled = 9, fragment_sets = 3, entries[2] = {0, 27};
   static constexpr int tap_rows[27] = {0, 1, 2, 66, 67, 68, 132, 133, 134, 264, 265, 266, 330, 331, 332, 396, 397, 398, 528, 529, 530, 594, 595, 596, 660, 661, 662};
   static constexpr int tap_indices[27] = {26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
-  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, run_groups = 8, bares[2] = {0, 2};
-  static constexpr int bares_d[2] = {1, 0}, bares_h[2] = {0, 0}, bares_rows[2] = {1, 0}, cluster = 1;
+  static constexpr int round_shifts[9] = {0, 1, 2, 66, 67, 68, 132, 133, 134}, run_groups = 8, bares = 2;
+  static constexpr int bares_d[2] = {0, 1}, bares_h[2] = {0, 0}, bares_rows[2] = {0, 1}, cluster = 1;
   static constexpr int producer_registers = 56, consumer_registers = 200;
   static constexpr bool channels_last = false, resident = false, grad_input = false, queued = true, bare = true;
   static constexpr bool boxed = false, claimed = true;

@@ -1307,7 +1307,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NB][32], const u32 (&a)[4]
 
 template <bool ADDS>
 __device__ __forceinline__ void multiply_by_descriptor(float (&acc)[NB][32], const u32 (&a)[4], int shift, int k_step, int part) const {
-  const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : G::ROW_BYTES == 64 ? 2 : 1) << 62);
+  const u64 upper = ((u64)(8 * G::ROW_BYTES >> 4) << 32) | ((u64)(G::ROW_BYTES == 32 ? 3 : 1) << 62);
   u64 b = upper | (start + shift * (G::ROW_BYTES / 16) + (rows_to(0, first) * G::ROW_BYTES + k_step * 32 + part * G::PART_BYTES) / 16);
   using Sums = float[SUBTILES_AT_ONCE * 32];
   WgmmaOf<SUBTILES_AT_ONCE * 64>::template multiply<C::precision, false, false, ADDS>((Sums&)acc[0], a, b);
@@ -1481,13 +1481,12 @@ __device__ __forceinline__ void add_bias(float (&acc)[C::mb][GatherWork<C>::NB][
       for (int e = 0; e < 32; e++) acc[m][0][e] += b[e >> 1 & 1];
 }
 
-// Sub-positions without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
+// Rows of the result without taps are the bias alone, and are stored from registers with a tile's own outputs. What of them lies together
 // in memory, whole planes along H and W or rows, the tiles that cover it divide without regard for what each covers, so that shares
 // are long and begin where sectors do. Tiles of their own would multiply nothing, and pass
 // through the buffer all the same.
 
-template <class C> __constant__ const auto BARE_OF = table_of<short>(C::bares);  // [variant]: where its sub-positions without taps begin
-template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // their offsets, of rows the first
+template <class C> __constant__ const auto BARE_D = table_of<short>(C::bares_d);  // offsets of (D, H) sub-positions without taps, of rows the first
 template <class C> __constant__ const auto BARE_H = table_of<short>(C::bares_h);
 template <class C> __constant__ const auto BARE_ROW = table_of<short>(C::bares_rows);  // rows along H, neighbours; 0: all
 
@@ -1497,8 +1496,6 @@ template <class C>
 struct FillOf {
 using G = GatherWork<C>;
 static constexpr int SHARES = 1;
-static constexpr int ROW_BYTES = C::tile_w * C::out_step_w * 4;
-static constexpr int STEPS = ROW_BYTES / 512 + 1;
 
 int first, couts, part, lane;                           // channels
 u32 word;                                               // the lane's channel's bias
@@ -1512,15 +1509,14 @@ __device__ __forceinline__ FillOf(const typename G::Number::Type* __restrict__ b
 __device__ __forceinline__ bool none() const { return false; }
 
 // A share of a run of one channel: from where the sector of its first byte begins (but not before `lowest`) to `end`, or, if it is not
-// the run's `last`, to where the sector of `end` begins. A call stores STEPS times 512 bytes, `from` there on, without a branch, so
+// the run's `last`, to where the sector of `end` begins. A call stores RUN_STORES times 512 bytes, `from` there on, without a branch, so
 // that several channels' are under way, each along its row: all channels in turn would be slower.
 static __device__ __forceinline__ void fill_some(char* share, int lowest, int end, bool last, int from, u32 word, int lane, bool exists) {
   constexpr int VEC = G::VEC;
   const u32 v[4] = {word, word, word, word};
   int phase = (int)((u64)share & 31), a = -phase > lowest ? -phase : lowest, z = last ? end : ((end + phase) & ~31) - phase;
   int at = ((a + phase) & ~15) - phase + from + lane * 16;
-#pragma unroll
-  for (int i = 0; i < STEPS; i++) store_global_128_if(share + at + i * 512, v, exists && at + i * 512 >= a && at + i * 512 + 16 <= z);
+  store_global_128_if(share + at, v, exists && at >= a && at + 16 <= z);
   // What is left of 16 bytes at either end, in elements: the first lanes have the head, and all where both ends are in one unit.
   bool tail = lane & VEC, ragged = (a + phase) & 15;
   at = (((tail ? z : a) + phase) & ~15) - phase + lane % VEC * 4;
@@ -1528,12 +1524,12 @@ static __device__ __forceinline__ void fill_some(char* share, int lowest, int en
   store_global_if(share + at, word, ok);
 }
 
-__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const typename G::Tile&, int, const Run& run) const {
+__device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const Run& run) const {
   int own = run.own * 4;
   long long before = run.before * 4;
   int lowest = before < 31 ? -(int)before : -31;
   char* to = y + (((((long long)run.n * C::cout + first) * s.out_d + run.od) * s.out_h + run.oh) * s.out_w) * 4 + before;
-  const bool once = own + 46 <= STEPS * 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
+  const bool once = own + 46 <= 512;            // with up to 31 bytes of the sector, and 15 of the unit, that it begins in
   if (once) {
 #pragma unroll 4
     for (int c = part; c < 16; c += SHARES)
@@ -1542,22 +1538,24 @@ __device__ __forceinline__ void store(char* y, const typename G::Sizes& s, const
 #pragma unroll 1
     for (int c = part; c < 16; c += SHARES)
 #pragma unroll 1
-      for (int from = 0; from < own + 46; from += STEPS * 512)
+      for (int from = 0; from < own + 46; from += 512)
         fill_some(to + c * channel_bytes, lowest, own, run.last, from, __shfl_sync(0xffffffffu, word, c), lane, c < couts);
   }
 }
 };
 
-// Of a tile's variant each C::subs-th is a warp's own.
+// All variants share what a tile's positions cover, so that blocks which keep to one of them store as much as others. Of the
+// sub-positions each C::subs-th is a warp's own.
 template <class C>
 __device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type* __restrict__ bias, char* __restrict__ y, const typename GatherWork<C>::Sizes& s, const typename GatherWork<C>::Tile& t, const Slab& slab, int part, int warp, int lane) {
   const FillOf<C> channels(bias, s, t, slab, part, warp, lane);
   if (channels.none()) return;
 #pragma unroll 1
-  for (int b = BARE_OF<C>[t.variant] + warp * 16 / C::rows_per_sub; b < BARE_OF<C>[t.variant + 1]; b += C::subs) {
+  for (int b = warp * 16 / C::rows_per_sub; b < C::bares; b += C::subs) {
     const bool plane = BARE_ROW<C>[b] == 0;             // else so many rows
     int share = t.w / C::tile_w, shares = s.tiles_w, most = plane ? s.out_h : BARE_ROW<C>[b];
     if (plane) share += t.h * shares, shares *= s.tiles_h;
+    share = share * C::variants + t.variant, shares *= C::variants;
     const bool last = share + 1 == shares;
     u32 whole = (u64)most * s.out_w / shares;           // outputs of a share, where all rows exist
 #pragma unroll 1
@@ -1566,7 +1564,7 @@ __device__ __forceinline__ void fill(const typename GatherWork<C>::Number::Type*
       int oh = plane ? 0 : C::out_step_h * (t.h) + BARE_H<C>[b], rows = s.out_h - oh < most ? s.out_h - oh : most;
       if (n >= s.batch || od >= s.out_d || rows <= 0) continue;
       u32 each = rows == most ? whole : (u64)rows * s.out_w / shares;
-      channels.store(y, s, t, b, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
+      channels.store(y, s, {n, od, oh, (long long)share * each, last ? (int)((u32)rows * s.out_w - share * each) : (int)each, last});
     }
   }
 }
@@ -2452,9 +2450,9 @@ struct Forward {
   static constexpr int fragment_sets = 3, entries[12] = {0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9};
   static constexpr int tap_rows[9] = {0, 0, 1, 0, 0, 1, 0, 0, 1}, tap_indices[9] = {4, 5, 3, 7, 8, 6, 1, 2, 0};
   static constexpr int stretches = 1, first_of_stretches[1] = {0}, stretches_of[3] = {0, 0, 0};
-  static constexpr int variant_rows[3] = {0, 0, 0}, run_groups = 8, bares[4] = {0, 1, 2, 2}, bares_d[2] = {0, 0};
-  static constexpr int bares_h[2] = {0, 2}, bares_rows[2] = {1, 1}, store_unit = 8, cluster = 1;
-  static constexpr int producer_registers = 48, consumer_registers = 208;
+  static constexpr int variant_rows[3] = {0, 0, 0}, run_groups = 8, bares = 2, bares_d[2] = {0, 0}, bares_h[2] = {0, 2};
+  static constexpr int bares_rows[2] = {1, 1}, store_unit = 8, cluster = 1, producer_registers = 48;
+  static constexpr int consumer_registers = 208;
   static constexpr bool channels_last = false, own_rows = true, resident = true, grad_input = false, bare = true;
   static constexpr bool boxed = false, claimed = true;
 };

@@ -14,13 +14,10 @@ sub-position has them all and ``in_step = stride``. What is read is called sourc
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heapreplace
-from itertools import islice, product
-from typing import NamedTuple
+from itertools import product
 
 from upconv.cuda.gemm.shuffle import Shuffle
 from upconv.derived import derived
@@ -116,27 +113,8 @@ class Bare:
     d: int
     h: int
     """The first of `rows`, which are neighbours."""
-    w: int
-    """The first of as many as a tile has; -1: all."""
     rows: int
     """Along H; 0: all."""
-
-
-class Fill(NamedTuple):
-    """How much a tile stores of sub-positions without taps: as `Bare`, whole planes, whole rows in so many runs, and
-    parts of rows."""
-
-    planes: int
-    rows: int
-    runs: int
-    parts: int
-
-    @classmethod
-    def of(cls, bare: Sequence[Bare]) -> Fill:
-        """That of a variant."""
-        rows = [one.rows for one in bare if one.w < 0 and one.rows]
-        parts = sum(one.w >= 0 for one in bare)
-        return cls(len(bare) - len(rows) - parts, sum(rows), len(rows), parts)
 
 
 Entries = tuple[tuple[tuple[tuple[Triple, tuple[int, ...]], ...], ...], ...]
@@ -153,8 +131,8 @@ class Multiplied:
     axes: tuple[Axis, Axis, Axis]
     kernel: Triple
     variants: tuple[tuple[Pairs, int], ...]
-    bare: tuple[tuple[Bare, ...], ...]
-    """Per variant the sub-positions without taps that its tiles store; empty where no variant has any."""
+    bare: tuple[Bare, ...]
+    """Sub-positions without taps, of which each variant's tiles store a share."""
     blocks_of_w: tuple[int, ...]
     own_rows: bool
     """Whether a variant's tiles have the rows that its own taps read, and not those of all taps."""
@@ -216,11 +194,6 @@ class Multiplied:
         return tuple(map(sum, self._blocks))
 
     @derived
-    def fills(self) -> tuple[tuple[Fill, int], ...]:
-        """What a variant's `bare` has, and how many variants have as much; empty where no variant has any."""
-        return tuple(Counter(map(Fill.of, self.bare)).items())
-
-    @derived
     def most(self) -> int:
         """Of `counts`."""
         return max(self.counts)
@@ -266,92 +239,37 @@ def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int, own_rows: boo
     if w_subs > MOST_W_SUBS:
         raise Unfit(f"{w_subs} sub-positions along W are more than the {MOST_W_SUBS} that the epilogue is unrolled for")
     firsts = range(0, axis_w.out_step, w_subs)
-    tapped: Sequence[int] = firsts
-    least, stores = axis_d.out_step * axis_h.out_step, False
-    if w_subs == axis_w.out_step or p.layout == "channels_last":
-        # Sub-positions without taps are stored with a tile of others.
-        tapped = sorted({sub // w_subs * w_subs for sub, _ in axis_w.taps})
-        least, stores = len(axis_d.taps) * len(axis_h.taps), True
-    if least * len(tapped) > subs * _MOST_PHASES:
+    # Rows without taps are stored with others' tiles, but in NCHW only with those that have all along W.
+    stores = w_subs == axis_w.out_step or p.layout == "channels_last"
+    if stores and len({sub // w_subs for sub, _ in axis_w.taps}) < len(firsts):
+        raise Unfit("channels_last tiles of some sub-positions along W would have no tap")
+    of_axes = [[sub for sub, _ in axis.taps] if stores else range(axis.out_step) for axis in axes[:2]]
+    held = math.prod(map(len, of_axes))
+    if held * len(firsts) > subs * _MOST_PHASES:
         raise Unfit(f"the kernel's tables have no room for more than {_MOST_PHASES} phases")
-    sets = _sets(axis_d, axis_h, subs, least)
-    if any(len(s) != subs for s in sets):
+    if held % subs:
         raise Unfit("sub-positions do not fill the blocks")
-    variants = tuple((s, u) for s in sets for u in tapped)
-    bare: tuple[tuple[Bare, ...], ...] = ()
-    if stores:
-        held = [pair for s in sets for pair in s]
-        runs = _bare(held, axis_d.out_step, axis_h.out_step, firsts, tapped)
-        bare = _shared_out(runs, variants, axis_h.out_step, w_subs)
+    # Those without taps come last, so that they share blocks with each other and nothing is multiplied for them.
+    pairs = sorted(product(*of_axes), key=lambda pair: not (axis_d.at(pair[0]) and axis_h.at(pair[1])))
+    variants = tuple((tuple(pairs[i : i + subs]), u) for i in range(0, held, subs) for u in firsts)
     blocks_of_w = tuple(range(w_subs))
     if w_subs == axis_w.out_step:
         numbers = {sub: i for i, (sub, _) in enumerate(axis_w.taps)}
         blocks_of_w = tuple(numbers.get(u, -1) for u in range(w_subs))
+    bare = _bare(axis_d, axis_h) if stores else ()
     return Multiplied(axes, triple(p.kernel), variants, bare, blocks_of_w, own_rows)
 
 
-def _sets(axis_d: Axis, axis_h: Axis, subs: int, least: int) -> list[Pairs]:
-    """(D, H) sub-positions in sets of ``subs``: those with taps, and others, ``least`` in all or as many as fill a set.
-
-    Those without taps come last, so that they share sets with each other and nothing is multiplied for them.
-    """
-    tapped = list(product((sub for sub, _ in axis_d.taps), (sub for sub, _ in axis_h.taps)))
-    known = set(tapped)
-    every = product(range(axis_d.out_step), range(axis_h.out_step))
-    others = (pair for pair in every if pair not in known)
-    pairs = tapped + list(islice(others, max(-len(tapped) % subs, least - len(tapped))))
-    return [tuple(pairs[i : i + subs]) for i in range(0, len(pairs), subs)]
-
-
-def _bare(
-    held: Iterable[tuple[int, int]], depths: int, heights: int, firsts: Sequence[int], tapped: Sequence[int]
-) -> tuple[Bare, ...]:
-    """The sub-positions that no variant has, as few as whole planes and rows allow.
-
-    Args:
-        held: the (d, h) of ``depths`` and ``heights`` that variants have, with the first W sub-positions ``tapped``.
-        firsts: all first W sub-positions.
+def _bare(axis_d: Axis, axis_h: Axis) -> tuple[Bare, ...]:
+    """The (D, H) sub-positions without taps, as few as whole planes and rows allow.
 
     Raises:
         Unfit: they are more than the kernel's tables have room for.
     """
-    rows: dict[int, list[int]] = {}
-    for d, h in sorted(held):
-        rows.setdefault(d, []).append(h)
-    gaps = len(firsts) - len(tapped)
-    if depths - len(rows) + gaps * sum(map(len, rows.values())) > _MOST_BARE:
+    depths, rows = ([sub for sub, _ in axis.taps] for axis in (axis_d, axis_h))
+    ends = zip((-1, *rows), (*rows, axis_h.out_step))
+    gaps = [(before + 1, after - before - 1) for before, after in ends if after - before > 1]
+    if axis_d.out_step + len(depths) * (len(gaps) - 1) > _MOST_BARE:
         raise Unfit(f"the kernel's tables have no room for more than {_MOST_BARE} runs of phases without taps")
-    without = sorted(set(firsts) - set(tapped))
-    found = []
-    for d in range(depths):
-        if d not in rows:
-            found.append(Bare(d, 0, -1, 0))
-            continue
-        ends = zip((-1, *rows[d]), (*rows[d], heights))
-        found += [Bare(d, before + 1, -1, after - before - 1) for before, after in ends if after - before > 1]
-        found += [Bare(d, h, w, 1) for h in rows[d] for w in without]
-    return tuple(found)
-
-
-def _shared_out(
-    runs: Sequence[Bare], variants: Sequence[tuple[tuple[tuple[int, int], ...], int]], heights: int, w_subs: int
-) -> tuple[tuple[Bare, ...], ...]:
-    """Runs by variant: rows go to the one whose row follows them in memory, so that what both have of a sector comes
-    together, and what none follows to the one with the fewest. Empty without runs."""
-    found: list[list[Bare]] = [[] for _ in variants]
-    owners = {(*pair, w): i for i, (pairs, w) in enumerate(variants) for pair in pairs}
-    left = []
-    for run in runs:
-        behind = (run.d, run.h, run.w + w_subs) if run.w >= 0 else (run.d, run.h + run.rows, 0)
-        owner = owners.get(behind) if run.rows else None
-        if owner is None:
-            left.append(run)
-        else:
-            found[owner].append(run)
-    loads = [(sum(run.rows for run in mine), i) for i, mine in enumerate(found)]
-    heapify(loads)
-    for run in left:
-        load, i = loads[0]
-        found[i].append(run)
-        heapreplace(loads, (load + (run.rows or heights), i))
-    return tuple(map(tuple, found)) if runs else ()
+    planes = [Bare(d, 0, 0) for d in range(axis_d.out_step) if not axis_d.at(d)]
+    return (*planes, *(Bare(d, h, count) for d, (h, count) in product(depths, gaps)))

@@ -167,9 +167,9 @@ def _store_constants(t: Tiling, store_unit: int, any_rows: bool) -> Constants:
     if t.shuffle is not None:
         return found | {"store": Stores.STORE_PHASES} | t.shuffle.constants()
     if t.multiplied.bare:
-        bare = [one for of_variant in t.multiplied.bare for one in of_variant]
-        found["bares"] = tuple(accumulate(map(len, t.multiplied.bare), initial=0))
-        found |= {f"bares_{name}": tuple(getattr(one, name) for one in bare) for name in ("d", "h", "w", "rows")}
+        found["bares"] = len(t.multiplied.bare)
+        for name in ("d", "h", "rows"):
+            found[f"bares_{name}"] = tuple(getattr(one, name) for one in t.multiplied.bare)
     if t.drained:
         return found | {"store": Stores.STORE_BOXES, "out_span": t.out_span}
     if not t.channels_last:

@@ -158,20 +158,17 @@ def _stored(t: Tiling, alignment: int) -> tuple[float, float]:
         return outputs / _STORED["channels_last"], outputs  # in boxes' rows, as whole as pixels
     layout = t.problem.layout
     clocks = max(outputs * _unfilled(t, alignment) / _STORED[layout], _INSTRUCTION * _instructions(t, alignment))
-    clocks += _filled(t, channels)
+    clocks += _filled(t, outputs)
     return clocks * (1.0 if t.split == 2 else _EXPOSED[layout]), outputs
 
 
-def _filled(t: Tiling, channels: int) -> float:
-    """Clocks in which a tile stores its share of what is the bias alone."""
-    n, d, h, w = t.tile
-    row = n * d * w * t.out_steps[2] * channels * t.element / _STORED[t.problem.layout]
-    run = n * d * _FILLED_RUN[t.problem.layout]
-    every = 0.0
-    for fill, times in t.multiplied.fills:
-        rows = (fill.planes * t.out_steps[1] + fill.rows + fill.parts * t.width_subs / t.out_steps[2]) * h
-        every += times * (rows * row + (fill.planes + (fill.runs + fill.parts) * h) * run)
-    return every / (t.subs * len(t.multiplied.variants))
+def _filled(t: Tiling, outputs: float) -> float:
+    """Clocks in which a tile stores its share of what is the bias alone; ``outputs`` are the bytes of its own."""
+    n, d, h, _ = t.tile
+    own, layout = len(t.multiplied.variants) * t.subs, t.problem.layout
+    runs = sum(h if one.rows else 1 for one in t.multiplied.bare) * n * d / own
+    more = math.prod(t.out_steps) / (own * t.width_subs) - 1 if t.multiplied.bare else 0.0
+    return outputs * more / _STORED[layout] + runs * _FILLED_RUN[layout]
 
 
 def _unfilled(t: Tiling, alignment: int) -> float:

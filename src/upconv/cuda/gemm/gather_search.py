@@ -126,7 +126,7 @@ def _divisions(p: Problem, kind: Kind, whole: Triple | None) -> Iterator[Tiling]
             continue
         if not kind.beside:
             yield taps
-        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.fills and taps.image_columns <= 32:
+        elif unroll == (1, 1, 1) and taps.contiguous and not taps.multiplied.bare and taps.image_columns <= 32:
             yield varied(taps, beside=64 // taps.image_columns // 2 * 2)
 
 
@@ -168,14 +168,10 @@ def _subs(p: Problem, cout_g: int) -> Iterator[tuple[int, Triple]]:
     """(d, h) sub-positions that share a block of 64 rows, and how rows are unrolled for them."""
     yield 1, (1, 1, 1)
     axes = gather_axes(p)[:2]
-    every, tapped = math.prod(axis.out_step for axis in axes), math.prod(len(axis.taps) for axis in axes)
+    tapped = math.prod(len(axis.taps) for axis in axes)
     for subs in (2, 4):
         if cout_g <= 64 // subs and p.rank > 1:
-            # Those without taps fill no blocks; where tiles lack some along W, they are stored as the others are.
-            if tapped % subs == 0 and (every % subs == 0 or p.layout == "channels_last"):
-                yield subs, (1, 1, 1)
-            else:
-                yield subs, (1, subs, 1)
+            yield subs, (1, 1 if tapped % subs == 0 else subs, 1)
 
 
 def _w_subs(stride: int) -> tuple[int, ...]:

@@ -450,8 +450,7 @@ class Tiling(TiledPixels):
         of_entries = entries * (4 + 2 * self.subs)
         of_variants = variants * (4 * (self.mb + 1) + 8 + 4 * self.subs + 4 + 4)
         rows = sum(self.row_counts)
-        bare = sum(times * (fill.planes + fill.runs + fill.parts) for fill, times in self.multiplied.fills)
-        return of_entries + of_variants + 4 * rows + 8 * bare + 12 * self.plane_count + 256
+        return of_entries + of_variants + 4 * rows + 8 * len(self.multiplied.bare) + 12 * self.plane_count + 256
 
     # --- sizes, which are run-time arguments -------------------------------------------------------------------------
 
