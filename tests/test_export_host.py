@@ -150,7 +150,10 @@ def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
     "layer,shape,precision",
     (
         ("8,16,(3,4),padding=(1,0)", "16x8x64x60", "tf32"),  # results' rows are longer than sources' by an odd number
+        ("8,64,(3,2),padding=(1,0)", "16x8x64x64", "tf32"),
+        ("8,64,(3,2),padding=(1,0)", "16x8x64x64", "bf16"),
         ("8,64,(3,3,5),dilation=(2,1,1)", "4x8x20x24x32", "bf16"),
+        ("8,64,(1,5)", "16x8x64x40", "bf16"),  # rings have room for 56 columns, and none for 80
     ),
 )
 def test_joined_rows_of_other_lengths(layer: str, shape: str, precision: Precision, tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_joined_rows_of_other_lengths(layer: str, shape: str, precision: Precisi
     model = names["ModelNew"]().to(dtype)
     (own,) = model.children()
     for width in (1, 3, 10, 21, 40, forward.columns - 1, forward.columns, forward.columns + 3):
-        q = p.with_(batch=1, size=(*(3,) * (p.rank - 1), width))
+        q = p.with_(batch=1, size=(*(3,) * (p.rank - 2), 40, width))
         x = torch.randn(q.input_shape, dtype=dtype)
         wanted = reference.forward(q, rounded(x, q), rounded(own.weight.detach(), q), own.bias.detach().double())
         error = reference.relative_error(model(x).detach(), wanted)

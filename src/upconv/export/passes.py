@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from upconv.cuda import families, family
@@ -103,9 +103,9 @@ class Kernel:
 
     @property
     def result_more(self) -> int:
-        """An even number, so that slices of joined rows have even places."""
-        gap = joined.gap(self.choice.problem) if isinstance(self.choice, joined.Choice) else 0
-        return gap + gap % 2
+        """Those by which a row of results of joined rows is longer than one of the source; an odd number and one more
+        are behind the multiple, so that slices have even places."""
+        return joined.gap(self.choice.problem) if isinstance(self.choice, joined.Choice) else 0
 
     @property
     def columns(self) -> int:
@@ -114,16 +114,15 @@ class Kernel:
 
     @cached_property
     def joined_rows(self) -> tuple[int, int]:
-        """The least unit of whose every multiple rings have room for rows, up to the other number, which is no less
-        than the plan's."""
+        """The least part of the plan's rows of whose every multiple rings have room for rows, up to the other number,
+        which is no less than the plan's."""
         c: Any = self.choice
-        tile, planned, unit = c.tile, c.problem.size[-1], self.multiples[0]
-        served = [n for n in range(unit, MAX_BOX + 1, unit) if tile.serves_width(n)]
+        planned, unit = c.problem.size[-1], self.multiples[0]
         for multiple in range(unit, planned + 1, unit):
-            every = range(multiple, served[-1] + 1, multiple)
-            if every[-1] >= planned and set(every) <= set(served):
+            served = [*takewhile(c.tile.serves_width, range(multiple, MAX_BOX + 1, multiple))]
+            if planned in served:
                 break
-        return multiple, every[-1]
+        return multiple, served[-1]
 
     @property
     def cut(self) -> int:
