@@ -983,6 +983,7 @@ static __device__ __forceinline__ void consume(const Type* bias, char* y, const 
       }
       behind = memory.stages.empty(stage);
     }
+    __syncwarp();                                       // of a tile without stages lanes have only waited for its turn
     if (lane == 0) barrier_arrive(memory.turns + (own ^ 1) * 8);
     wgmma_wait<0>();
     give_back(behind_w, lane);

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,6 +20,7 @@ from results import Place, assert_computes, laid_out, numbers
 from upconv.cuda import bias
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
+from upconv.cuda.gemm import joined
 from upconv.cuda.gpu import H200
 from upconv.cuda.prepared import PreparedBias
 from upconv.cuda.rearrange import rearranged, relayout
@@ -67,6 +69,16 @@ def test_gradients_for_widened_weights_again(emulator: Emulator) -> None:
     inner = rearranged.choose(relayout.rearranged(p), H200)
     assert not isinstance(inner, str)
     assert_computes(rearranged.Choice("relayout", inner, p, Cost()), emulator, 0, calls=2)
+
+
+@pytest.mark.parametrize("seed", (46, 47))
+def test_joined_slices_that_no_tap_meets(seed: int, emulator: Emulator) -> None:
+    """Consumers take turns at tiles without stages too, where nothing but the turn keeps a warp's lanes together."""
+    p = Problem.make(
+        2, 8, 70, (1, 3, 96), (5, 2, 5), 1, (2, 1, 0), (0, 1, 0), (3, 3, 1), dtype=torch.bfloat16, precision="bf16"
+    )
+    gpu = replace(H200, multiprocessors=1)  # whose block has all tiles
+    assert_computes(joined.Choice(next(joined.candidates(p, gpu)), p, gpu, Cost()), emulator, seed)
 
 
 # --- the emulator itself ---------------------------------------------------------------------------------------------

@@ -149,9 +149,8 @@ def test_all_passes_of_a_file(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layer,shape,precision",
     (
-        ("8,16,(3,4),padding=(1,0)", "16x8x64x60", "tf32"),  # results' rows are longer than sources' by an odd number
-        ("8,64,(3,2),padding=(1,0)", "16x8x64x64", "tf32"),
-        ("8,64,(3,2),padding=(1,0)", "16x8x64x64", "bf16"),
+        ("8,16,(3,5),padding=(1,0)", "16x8x64x60", "tf32"),
+        ("8,64,(3,3),padding=(1,0)", "16x8x64x64", "bf16"),
         ("8,64,(3,3,5),dilation=(2,1,1)", "4x8x20x24x32", "bf16"),
         ("8,64,(1,5)", "16x8x64x40", "bf16"),  # rings have room for 56 columns, and none for 80
     ),

@@ -243,14 +243,14 @@ def multiplied(p: Problem, unroll: Triple, subs: int, w_subs: int, own_rows: boo
     stores = w_subs == axis_w.out_step or p.layout == "channels_last"
     if stores and len({sub // w_subs for sub, _ in axis_w.taps}) < len(firsts):
         raise Unfit("channels_last tiles of some sub-positions along W would have no tap")
-    of_axes = [[sub for sub, _ in axis.taps] if stores else range(axis.out_step) for axis in axes[:2]]
-    held = math.prod(map(len, of_axes))
+    depths, rows = ([sub for sub, _ in axis.taps] if stores else range(axis.out_step) for axis in axes[:2])
+    held = len(depths) * len(rows)
     if held * len(firsts) > subs * _MOST_PHASES:
         raise Unfit(f"the kernel's tables have no room for more than {_MOST_PHASES} phases")
     if held % subs:
         raise Unfit("sub-positions do not fill the blocks")
     # Those without taps come last, so that they share blocks with each other and nothing is multiplied for them.
-    pairs = sorted(product(*of_axes), key=lambda pair: not (axis_d.at(pair[0]) and axis_h.at(pair[1])))
+    pairs = sorted(product(depths, rows), key=lambda pair: not (axis_d.at(pair[0]) and axis_h.at(pair[1])))
     variants = tuple((tuple(pairs[i : i + subs]), u) for i in range(0, held, subs) for u in firsts)
     blocks_of_w = tuple(range(w_subs))
     if w_subs == axis_w.out_step:

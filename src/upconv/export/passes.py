@@ -103,8 +103,7 @@ class Kernel:
 
     @property
     def result_more(self) -> int:
-        """Those by which a row of results of joined rows is longer than one of the source; an odd number and one more
-        are behind the multiple, so that slices have even places."""
+        """Those by which a row of results of joined rows is longer than one of the source."""
         return joined.gap(self.choice.problem) if isinstance(self.choice, joined.Choice) else 0
 
     @property
@@ -173,8 +172,11 @@ def _answers(p: Problem, gpu: Gpu, alone: bool) -> dict[str, family.Choice | str
         found[mode] = "boxes of a second tile begin off 16 bytes" if off else choice
     if not alone and p.pass_ == "fwd":
         choice = joined.candidate(p, gpu)
-        none = isinstance(choice, joined.Choice) and Kernel("fwd", choice).cut <= 0
-        found["joined"] = "parts of longer rows would have no results of their own" if none else choice
+        if joined.gap(p) % 2:
+            choice = "slices of rows that are longer by an odd number have even places only where results are copied"
+        elif isinstance(choice, joined.Choice) and Kernel("fwd", choice).cut <= 0:
+            choice = "parts of longer rows would have no results of their own"
+        found["joined"] = choice
     return found
 
 

@@ -346,9 +346,8 @@ ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
 '''
 """Where kernels' rows are to begin at 16 bytes."""
 WIDE = '''def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:
-    """A tensor, or memory like it whose columns but so many are a multiple, since kernels store whole units of a row;
-    behind an odd number is one more."""
-    more = (behind - t.shape[-1]) % multiple + behind % 2
+    """A tensor, or memory like it whose columns but so many are a multiple: kernels store whole units of a row."""
+    more = (behind - t.shape[-1]) % multiple
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
 
 
