@@ -32,7 +32,7 @@ from upconv.bench.timing import precision_flags
 from upconv.cli import app
 from upconv.cuda.direct import costs, direct
 from upconv.cuda.gemm import gather
-from upconv.cuda.gpu import A100, H200, Gpu
+from upconv.cuda.gpu import A100, H200, RTX4090, Gpu
 from upconv.cuda.launches import Map
 from upconv.cuda.wgrad import wgrad
 from upconv.cuda.wgrad.wgrad_costs import Model
@@ -279,6 +279,27 @@ def test_a_channels_last_file_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "fast", lambda *given: "")  # whose text does not matter here
     text = source(layer("strided", layout="channels_last"), "90a")
     assert "FORMAT, RANK = " in text and "torch.channels_last" in text
+
+
+ON_CORES = {
+    f"{name} {layout} {precision}": layer(name, layout=layout, dtype=dtype, precision=precision)
+    for name in ("depthwise", "image")
+    for layout in ("nchw", "channels_last")
+    for dtype, precision in (
+        (torch.float32, "ieee"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float64, "fp64")
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_CORES)
+@pytest.mark.parametrize("gpu", (H200, A100, RTX4090), ids=lambda gpu: gpu.arch)
+def test_kernels_on_cuda_cores_are_launched_as_the_librarys(name: str, gpu: Gpu) -> None:
+    """All passes, whichever family the planner prefers."""
+    p = ON_CORES[name]
+    for pass_ in passes.NAMES:
+        choice = direct.choose(p.with_(pass_=pass_, bias=False), gpu)
+        assert not isinstance(choice, str), choice
+        check_launches([Kernel(pass_, choice)], p, gpu)
 
 
 @pytest.mark.parametrize("name", LAYERS)
