@@ -12,6 +12,7 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -38,15 +39,15 @@ def runs() -> dict[str, training.Run]:
 def measure(name: str, seconds: float, parent: Connection) -> None:
     """Sends a model's row. Ahead of its times it says that it is ready, and waits for an answer."""
 
-    def tell(what: str) -> None:
-        if what.endswith(" times"):
-            parent.send(None)
-            parent.recv()
+    def ready() -> None:
+        parent.send(None)
+        parent.recv()
 
     torch.set_num_threads(1)
     native.wait()
     device = torch.device("cuda")
-    parent.send(training._row(runs()[name], device, Repeats(seconds, 10, 200), SIDES, tell))
+    repeats = Repeats(seconds, 10, 200)
+    parent.send(training.row(runs()[name], device, repeats, SIDES, lambda what: None, ready))
     torch.cuda.synchronize(device)
 
 
@@ -62,7 +63,8 @@ def rows(seconds: float) -> Iterator[Row]:
     for name, end in ends.items():
         row = told[name]
         if row is None:
-            end.send(None)
+            with suppress(BrokenPipeError):  # of a process that died; what it told says so
+                end.send(None)
             row = _told(end)
         assert row is not None
         print(f"{name:36s} {row.get('compile_ratio') or row['failure']}", flush=True)

@@ -165,7 +165,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_among_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, count = training._row, [0]
+    real, count = training.row, [0]
 
     def row(*given: Any) -> dict[str, Any]:
         count[0] += 1
@@ -173,7 +173,7 @@ def test_ctrl_c_among_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(training, "_row", row)
+    monkeypatch.setattr(training, "row", row)
     monkeypatch.setattr(training, "REPEATS", timing.Repeats(0.0, 2, 2))
     file = tmp_path / "r.json"
     done = bench("--suite", "training", "--case", "vae", "--json", str(file))

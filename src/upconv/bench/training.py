@@ -145,13 +145,24 @@ def measure(
 
     def rows() -> Iterator[Row]:
         for done, run in enumerate(todo):
-            yield _row(run, device, repeats, asked, partial(tell, done=done, total=len(todo)))
+            yield row(run, device, repeats, asked, partial(tell, done=done, total=len(todo)))
 
     return report.gather(rows(), device, "training")
 
 
-def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side], tell: Callable[..., object]) -> Row:
-    row: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None, "ratio": None}
+def row(
+    run: Run,
+    device: torch.device,
+    repeats: Repeats,
+    asked: Sequence[Side],
+    tell: Callable[..., object],
+    ready: Callable[[], object] = lambda: None,
+) -> Row:
+    """A row as `measure` has it, of these sides, PyTorch's eager one among them.
+
+    ``ready`` is called ahead of the times, when nothing is left to compile.
+    """
+    found: Row = {"case": run.name, "pass": run.mode, "layout": run.layout, "failure": None, "ratio": None}
     torch.compiler.reset()  # Dynamo compiles a model's code for few copies of it, and runs the rest uncompiled
     trainers: dict[Side, Trainer] = {}
     first: dict[Side, list[Found]] = {}
@@ -160,28 +171,29 @@ def _row(run: Run, device: torch.device, repeats: Repeats, asked: Sequence[Side]
         try:
             trainer = Trainer(run, side, device)
             first[side] = _first(trainer)
-            row[f"{side}_peak_bytes"] = _peak(trainer, device)
+            found[f"{side}_peak_bytes"] = _peak(trainer, device)
             trainers[side] = trainer
         except Exception as error:  # a compiler that is not there, say, does not cost the other sides
             said = f"{timing.NAMES[side]}: {type(error).__name__}: {error}".splitlines()[0]
             if side not in COMPILED:
-                return row | {"failure": said}
-            row[f"{side}_failure"] = said
+                return found | {"failure": said}
+            found[f"{side}_failure"] = said
     for side in trainers:
         wrong = _wrong(first[side], first["torch"])
         if wrong is not None:
-            return row | {"failure": f"wrong: {wrong}" + (f" ({timing.NAMES[side]})" if side in COMPILED else "")}
+            return found | {"failure": f"wrong: {wrong}" + (f" ({timing.NAMES[side]})" if side in COMPILED else "")}
     tell(f"{run.name} times")
+    ready()
     if "compile" in trainers and "compile_ours" in asked and "compile_ours" not in trainers:
-        row["failure"] = row.pop("compile_ours_failure")  # what PyTorch compiles, it must compile with upconv
-    eager, compiled = ({str(s): [t] for s, t in trainers.items() if (s in COMPILED) is held} for held in (False, True))
+        found["failure"] = found.pop("compile_ours_failure")  # what PyTorch compiles, it must compile with upconv
+    eager, graphs = ({str(s): [t] for s, t in trainers.items() if (s in COMPILED) is held} for held in (False, True))
     # A step that waits for its host does so when it trains.
     taken = dict(timing.compare(eager, device, repeats, tuple(eager), wait=False))
-    if compiled:
+    if graphs:
         # What the host runs between two compiled steps changes their times: they are compared with each other alone.
         # A compiled graph's guards hold cudnn.benchmark: it keeps to the flag that it was compiled under.
-        taken |= timing.compare(compiled, device, repeats, (), wait=False)
-    return row | timing.entries(taken)
+        taken |= timing.compare(graphs, device, repeats, (), wait=False)
+    return found | timing.entries(taken)
 
 
 Found = tuple[str, float, list[Tensor]]

@@ -14,7 +14,6 @@ sub-position has them all and ``in_step = stride``. What is read is called sourc
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
