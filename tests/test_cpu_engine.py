@@ -238,6 +238,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @example(p=Problem.make(2, 4, 6, (9, 8), 3, dtype=torch.bfloat16, bias=True))
 @example(p=Problem.make(2, 4, 6, (9, 8), 3, 2, dtype=torch.bfloat16, bias=True, layout="channels_last"))
 @example(p=Problem.make(2, 4, 6, (9, 8), 3, 2, bias=True, layout="channels_last"))
+@example(p=Problem.make(2, 64, 1, (9, 8), 9, 3, bias=True))  # `shuffle` also where oneDNN has no half precision
 @given(p=gradient_problems())
 @settings(max_examples=10_000 if EVERY else 300)
 def test_the_public_function_and_its_gradients(planned: set[str], p: Problem) -> None:
