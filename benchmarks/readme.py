@@ -327,24 +327,22 @@ def cpu() -> str:
     return of(found, heads, list(cells.values()), 2)
 
 
-# --- the pages -------------------------------------------------------------------------------------------------------
-
-
 def other_sizes() -> str:
     """How files do at other sizes than they were planned for, beside the library, which plans each anew."""
     found = load("exported/h200-sizes")
-    by_size: dict[str, dict[str, dict[str, float]]] = {}
-    for row in found["rows"]:
-        by_size.setdefault(row["size"], {}).setdefault(row["run"], {})[row["case"]] = row["library_ratio"]
+    timed: list[Row] = [row for row in found["rows"] if row.get("library_ratio")]
     rows = []
-    for size, runs in by_size.items():
+    for size in dict.fromkeys(row["size"] for row in timed):
         cells = [size]
         for run in ("forward", "step"):
-            ratios = runs[run]
-            lowest = min(ratios, key=lambda case: ratios[case])
-            cells += [times(report.geometric_mean([*ratios.values()])), f"{lowest} {times(ratios[lowest])}"]
+            mine = [row for row in timed if (row["size"], row["run"]) == (size, run)]
+            lowest = min(mine, key=lambda row: float(row["library_ratio"]))
+            cells += [times(mean(mine, "library_ratio")), f"{lowest['case']} {times(lowest['library_ratio'])}"]
         rows.append(cells)
     return of(found, ["size", "forward", "lowest", "forward and gradients", "lowest"], rows, 1)
+
+
+# --- the pages -------------------------------------------------------------------------------------------------------
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

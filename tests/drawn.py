@@ -180,8 +180,14 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
 
 
+def fitting(p: Problem, gpu: Gpu) -> list[tiles.Tile]:
+    """The tiles of `direct` that a GPU can run."""
+    found = ([tile for tile in tried if tile.fits(gpu.shared_bytes)] for tried in tiles.tried(p))
+    return next(filter(None, found), [])
+
+
 def direct_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    every = list(tiles.fitting(p, gpu))
+    every = fitting(p, gpu)
     tile = rng.choice(every) if every else None
     return tile and direct.Choice(p, tile, rng.choice((1, 2, 5)) if tile.weight else 1, Cost(1e-5))
 

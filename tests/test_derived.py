@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from drawn import fitting
 from upconv.cuda.axes import any_size
-from upconv.cuda.direct import tiles as direct
 from upconv.cuda.gemm import gather_search
 from upconv.cuda.gemm.shuffle import shuffled
 from upconv.cuda.gpu import A100, H200
@@ -48,7 +48,7 @@ def searched(seed: int) -> list[Any]:
     of_weight = p.with_(pass_="grad-weight", bias=False)
     odd = of_weight.with_(size=(*p.size[:-1], p.size[-1] + 1))
     found += [wgrad_search.candidates(q, gpu, general) for q, general in product((of_weight, odd), (False, True))]
-    found += [direct.fitting(q, gpu) for q in (towards, of_weight)]
+    found += [fitting(q, gpu) for q in (towards, of_weight)]
     if Sweep.refusal(towards, gpu) is None:
         found.append(Sweep.candidates(towards, gpu))
     drawn = [list(islice(some, rng.randrange(40), 4000, 37)) for some in found]

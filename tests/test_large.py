@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from conftest import EVERY, needs_gxx
-from drawn import FORWARD_LIKE, LAYOUTS, plain_choice
+from drawn import FORWARD_LIKE, LAYOUTS, fitting, plain_choice
 from emulator import Emulator
 from upconv import reference
 from upconv.cuda.axes import result_shape, source_shape
@@ -141,7 +141,7 @@ def of_weight(choice: Any, p: Problem) -> None:
 
 
 def drawn_tile(p: Problem) -> tiles.Tile:
-    return random.Random(f"{p} {p.layout}").choice(list(tiles.fitting(p, H200)))
+    return random.Random(f"{p} {p.layout}").choice(fitting(p, H200))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,15 +9,17 @@ import time
 from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import conftest
+from drawn import fitting
 from upconv import planner
 from upconv.bench.suites import SUITES
 from upconv.cuda.compile import jit
-from upconv.cuda.direct import costs, tiles
+from upconv.cuda.direct import costs
 from upconv.cuda.gemm import gather, gather_search, tiling
 from upconv.cuda.gemm.gather_constants import constants
 from upconv.cuda.gpu import A100, H200, Gpu
@@ -130,6 +132,10 @@ def test_rounds_of_steps_differ_only_in_where_they_begin() -> None:
     assert found >= {(False, False), (True, False), (False, True)}
 
 
+def _seconds(model: wgrad_costs.Model, t: Any) -> float:
+    return model.blocks(t).fastest(t.chunks(model.p), model.clocks(t))[0]
+
+
 @pytest.mark.parametrize("gpu", [H200, A100], ids=["H200", "A100"])
 def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> None:
     looked = 0
@@ -141,7 +147,7 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         kind = type(found.tiling)
         every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)][::5]
         model = wgrad_costs.Model(p, gpu)
-        assert found.seconds <= 1.05 * min(model.fastest(t)[0] for t in every)
+        assert found.seconds <= 1.05 * min(_seconds(model, t) for t in every)
         cost = model.cost(found.tiling, found.splits)
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)
@@ -158,7 +164,7 @@ def test_what_a_weights_tiling_takes_at_least_is_less_than_its_estimate(gpu: Gpu
         for t in list(wgrad_search.candidates(p, gpu))[::13]:
             blocks, number, positions = model.blocks(t), t.chunks(p), math.prod(t.chunk)
             assert blocks.of_chunk + blocks.of_position * positions < model.clocks(t), (p, t)
-            assert blocks.least(number, number * positions) < model.fastest(t)[0], (p, t)
+            assert blocks.least(number, number * positions) < _seconds(model, t), (p, t)
             looked.add((type(t), p.layout, t.element, max(p.stride) > 1))
     assert len(looked) >= (10 if gpu is H200 else 5)
 
@@ -168,7 +174,7 @@ def test_what_a_weights_tiling_takes_at_least_is_less_than_its_estimate(gpu: Gpu
 def test_what_a_tile_on_cuda_cores_takes_at_least_is_less_than_its_estimate(gpu: Gpu, pass_: Pass) -> None:
     looked = 0
     for p in suite_layers(11, pass_):
-        for tile in tiles.fitting(p, gpu)[::4]:
+        for tile in fitting(p, gpu)[::4]:
             assert costs.least(p, tile, gpu) < costs.cost(p, tile, gpu)[0].seconds, (p, tile)
             looked += 1
     assert looked > 200

@@ -12,7 +12,7 @@ import torch
 
 from upconv.cuda.axes import Axis, any_size, gather_axes, source_shape
 from upconv.cuda.family import BEYOND
-from upconv.cuda.gpu import H200, Gpu
+from upconv.cuda.gpu import H200
 from upconv.cuda.scalars import PRECISIONS, geometry
 from upconv.derived import derived, derived_from, settled, varied
 from upconv.problem import Problem, triple
@@ -401,12 +401,6 @@ def tried(p: Problem) -> Iterator[Iterable[Tile]]:
         return
     yield _weight_tiles(layer, p)
     yield _weight_tiles(layer, p, beyond=True)
-
-
-def fitting(p: Problem, gpu: Gpu) -> list[Tile]:
-    """Those that a GPU can run."""
-    found = ([tile for tile in tiles if tile.fits(gpu.shared_bytes)] for tiles in tried(p))
-    return next(filter(None, found), [])
 
 
 def _shaped(probe: Tile, p: Problem, **shape: int) -> Tile:

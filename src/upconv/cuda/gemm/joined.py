@@ -109,11 +109,10 @@ class Tile(Base):
         return span <= self.span and room <= self.room and max(width, self.rows_at(width + self.gap)) <= MAX_BOX
 
     def needed(self, width: int) -> tuple[int, int]:
-        """Places of a stage, also where rows of results are longer by a column so that they are even, and pixels of a
-        slot, in whole 256 bytes."""
+        """Places of a stage, and pixels of a slot, in whole 256 bytes."""
         pitch = width + self.gap
         room = self.columns(width) * self.rows_at(pitch)
-        return -(-(self.places + self.halo(pitch + pitch % 2)) // 8) * 8, -(-room // 8) * 8
+        return -(-(self.places + self.halo(pitch)) // 8) * 8, -(-room // 8) * 8
 
     def columns(self, width: int) -> int:
         """Of a slot's row: whole units of 16 bytes; in 16 bits whole boxes of a line, side by side, which are

@@ -121,10 +121,6 @@ class Model:
         """Elements of the weight."""
         return math.prod(self.p.weight_shape)
 
-    def fastest(self, t: AnyTiling) -> tuple[float, int]:
-        """Seconds, and in how many splits of K."""
-        return self.blocks(t).fastest(t.chunks(self.p), self.clocks(t))
-
     def clocks(self, t: AnyTiling) -> float:
         """Of a chunk."""
         return tile_clocks(self._chunk(t))
