@@ -159,3 +159,14 @@ def test_a_variable_is_a_number_only_where_that_is_as_wide(kind: str) -> None:
     found = folded(kernel(f"  {kind} step = C::step;\n  return (a - step) / 2;"), step=3)
     assert ("return (a - 3) / 2;" in found) == kind.endswith("int")
     assert (f"{kind} step = " in found) != kind.endswith("int")
+
+
+@pytest.mark.parametrize(("parameter", "use"), (("int STEPS", "list(STEPS)"), ("int... STEPS", "list(STEPS...)")))
+def test_a_templates_parameter_is_no_constant_of_that_name(parameter: str, use: str) -> None:
+    text = kernel(
+        "  return sum<1>(a) + Stores<C>::of(a);",
+        f"template <{parameter}>\nstatic int sum(int a) {{ return a + {use}; }}\n",
+        other("Stores", "static int of(int a) { return a * STEPS; }\n"),
+    )
+    found = folded(text + "template <class C> constexpr int STEPS = C::steps;\n", steps=5)
+    assert use in found

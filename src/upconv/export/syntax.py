@@ -32,7 +32,7 @@ DECIDED_BY = {("*", 0): "0", ("&&", 0): "false", ("||", 1): "true", ("&", 0): "0
 TRUTH = {"true": 1, "false": 0}
 _CONSTANTS = {
     "enumerator", "function_definition", "declaration", "field_declaration", "parameter_declaration",
-    "optional_parameter_declaration",
+    "optional_parameter_declaration", "variadic_parameter_declaration",
 }  # fmt: skip
 DECLARATIONS = ("declaration", "field_declaration")
 _FOUND = _CONSTANTS | {
@@ -124,7 +124,7 @@ class Tree:
         found: list[set[str]] = [set() for _ in self.structs]
         for n in self.nodes:
             if n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
-                found[self.part(n)].add(self.text(name))
+                found[self.part(n)].add(self.text(name).lstrip(". "))
         return found
 
     @cached_property
