@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import os
 import re
@@ -2587,7 +2588,7 @@ def rounds_to_tf32() -> bool:
 
 def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     """Whether the fast kernels serve a layer with weights of this shape."""
-    fitting = tuple(shape) == WEIGHT and given == LAYER and x.dtype == DTYPE and rounds_to_tf32()
+    fitting = shape == WEIGHT and given == LAYER and x.dtype == DTYPE and rounds_to_tf32()
     positions = math.prod(x.shape[2:]) * math.prod(LAYER.stride)  # of an image, at most, which kernels count in 32 bits
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
@@ -2595,7 +2596,7 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
-    if multiple == 1:
+    if multiple == 1 or (t.shape[-1] % multiple == 0 and t.is_contiguous()):
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
     for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
@@ -2611,21 +2612,21 @@ def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:
     return t.new_empty((*t.shape[:-1], t.shape[-1] + more)) if more else t
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments, fast: bool) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
     bias = None if bias is None else bias.resolve_neg().contiguous()
     shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
+    out = x.new_empty(shape)
     if out.numel() == 0:
         return out
-    if is_fast(x, weight.shape, given):
+    if fast:
         x = dense(x, 4)
         if x.shape[-1] > 68:  # rows are cut into parts, which overlap by as much as the kernel reaches
             reach = out.shape[-1] - x.shape[-1]
             for begin in range(0, x.shape[-1] - 4, 64):
                 first = reach if begin else 0  # a later part's results before it lack columns of the part before
-                part = forward(x[..., begin : begin + 68], weight, bias, given)[..., first:]
+                part = forward(x[..., begin : begin + 68], weight, bias, given, fast)[..., first:]
                 out[..., begin + first :][..., : part.shape[-1]] = part
             return out
         result = wide(out, 4, 2)
@@ -2637,14 +2638,14 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) ->
     return out.copy_(result)
 
 
-def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
+def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments, fast: bool) -> Tensor:
     """(batch, other channels, *output_size) -> (batch, channels, *size)."""
     grad, weight = grad.resolve_neg(), weight.resolve_neg().contiguous()
     shape = (grad.shape[0], weight.shape[0], *size)
-    out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
+    out = grad.new_empty(shape)
     if out.numel() == 0:
         return out
-    if is_fast(grad, weight.shape, given):
+    if fast:
         grad = dense(grad, 4)
         launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
         build(True).grad_input(grad, weight, out, *launch)
@@ -2654,13 +2655,13 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
     return out.copy_(result)
 
 
-def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
+def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments, fast: bool) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
     if x.numel() == 0:
         return x.new_zeros(shape)
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    if is_fast(x, shape, given):
+    out = x.new_empty(shape)
+    if fast:
         x, grad = dense(x, 4), dense(grad)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
         build(True).grad_weight(x, grad, out, *launch)
@@ -2674,28 +2675,32 @@ class ConvTranspose(torch.autograd.Function):
     """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
 
     @staticmethod
-    def forward(x, w, y, bias, size, shape, given):
+    def forward(x, w, y, bias, layer):
+        size, shape, given, fast = layer
         if y is None:
-            return forward(x, w, bias, given)
-        return grad_input(y, w, size, given) if x is None else grad_weight(x, y, shape, given)
+            return forward(x, w, bias, given, fast)
+        return grad_input(y, w, size, given, fast) if x is None else grad_weight(x, y, shape, given, fast)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, w, y, _, *ctx.rest = inputs
+        x, w, y, _, ctx.layer = inputs
         ctx.save_for_backward(x, w, y)
 
     @staticmethod
     def backward(ctx, grad):
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
-        by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
+        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward  # the second costs less
+        by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
-            ConvTranspose.apply(None, w, y, None, *ctx.rest) if by_x else None,
-            ConvTranspose.apply(x, None, y, None, *ctx.rest) if by_w else None,
-            ConvTranspose.apply(x, w, None, None, *ctx.rest) if by_y else None,
+            run(None, w, y, None, ctx.layer) if by_x else None,
+            run(x, None, y, None, ctx.layer) if by_w else None,
+            run(x, w, None, None, ctx.layer) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
-            *(None,) * 3,
+            None,
         )
 
+
+ConvTranspose.forward.__signature__ = inspect.signature(ConvTranspose.forward)  # which each apply would compute anew
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -2774,7 +2779,9 @@ class ModelNew(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
-        if x.shape[-1] % 4 and is_fast(x, weight.shape, layer.given):
+        fast = is_fast(x, weight.shape, layer.given)
+        if fast and x.shape[-1] % 4:
             x = dense(x, 4)  # once for the forward and a gradient
-        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
+        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward
+        out = run(x, weight, None, bias, (x.shape[2:], weight.shape, layer.given, fast))
         return out.squeeze(0) if single else out

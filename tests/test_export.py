@@ -442,6 +442,24 @@ def test_first_and_second_gradients(text: str, faked: Callable[[Problem], dict[s
     assert torch.equal(model(x[0]), model(x)[0])
 
 
+def test_gradients_are_recorded_only_where_they_are_differentiated_again(
+    faked: Callable[[Problem], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What autograd records costs more time than all that a file's Python does."""
+    module = faked(SMALL)
+    model, function = module["ModelNew"]().double(), module["ConvTranspose"]
+    applied, apply = list[str](), function.apply
+    monkeypatch.setattr(function, "apply", lambda *given: applied.append("one") or apply(*given))
+    x = torch.randn(SMALL.input_shape, dtype=torch.float64, requires_grad=True)
+    for again, count in ((False, 1), (True, 3)):
+        applied.clear()
+        torch.autograd.grad(model(x).sum(), (x, *model.parameters()), create_graph=again)
+        assert len(applied) == count
+    with torch.no_grad():
+        model(x)
+    assert len(applied) == 3
+
+
 def test_gradients_that_nobody_asked_for_are_not_computed(faked: Callable[[Problem], dict[str, Any]]) -> None:
     module = faked(SMALL)
     model, read = module["ModelNew"]().double(), module["fake"].read
@@ -484,6 +502,17 @@ def test_torch_func_gives_gradients(faked: Callable[[Problem], dict[str, Any]]) 
     found = torch.func.grad(loss)(parameters)
     wanted = torch.autograd.grad(loss(parameters), list(parameters.values()))
     torch.testing.assert_close(tuple(found.values()), wanted)
+
+
+@pytest.mark.parametrize("width", (32, 33))
+def test_torch_func_gives_gradients_of_rows_that_are_copied(
+    width: int, faked: Callable[[Problem], dict[str, Any]]
+) -> None:
+    p = parse_layer("64,64,(3,4),stride=(1,2),padding=1", "8x64x64x64").with_(precision="tf32")
+    model = faked(p)["ModelNew"]()
+    x = torch.randn(2, 64, 12, width, requires_grad=True)
+    found = torch.func.grad(lambda t: model(t).square().sum())(x.detach())
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
 
 
 def test_under_autocast_inputs_are_cast_to_the_weights_dtype(faked: Callable[[Problem], dict[str, Any]]) -> None:

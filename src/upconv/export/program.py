@@ -27,7 +27,7 @@ from upconv.export.template import (
     TF32,
     WIDE,
 )
-from upconv.problem import Pass, Problem
+from upconv.problem import Layout, Pass, Problem
 
 _TITLES = {"fwd": "forward", "grad-input": "gradient for the input", "grad-weight": "gradient for the weight"}
 _NAMES = ("batch, channels, length", "batch, channels, height, width", "batch, channels, depth, height, width")
@@ -59,7 +59,9 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         "LAUNCHES": launches,
         "ROUNDED": (ROUNDED if "rounded(" in launches else "") + (SEGMENTS if "segments(" in launches else ""),
         "PASSES": "forward" if forward_only else "three passes",
-        "CALLS": "\n\n".join((*(_call(one, found) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)),
+        "CALLS": "\n\n".join(
+            (*(_call(one, found, p.layout) for one in names), FORWARD_ONLY if forward_only else AUTOGRAD)
+        ),
         **_shared(found),
         "TF32": TF32 if by_flags else "",
         "FLAGS": " and rounds_to_tf32()" if by_flags else "",
@@ -70,7 +72,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
     return _filled(FILE, values)
 
 
-def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
+def _call(pass_: Pass, found: tuple[Kernel, ...], layout: Layout) -> str:
     """A pass on tensors: by its fast kernel, if it has one and that serves them, else by the plain one."""
     fast_call = ""
     for k in found:
@@ -90,7 +92,10 @@ def _call(pass_: Pass, found: tuple[Kernel, ...]) -> str:
                 "GRAD_ROWS": of_grad,
             }
             fast_call = _filled(FAST_CALLS[pass_], values)
-    return CALLS[pass_].replace("@FAST_CALL@", fast_call)
+    of = "grad" if pass_ == "grad-input" else "x"
+    empty = f"torch.empty(shape, dtype={of}.dtype, device={of}.device, memory_format=FORMAT)"
+    values = {"FAST_CALL": fast_call, "EMPTY": f"{of}.new_empty(shape)" if layout == "nchw" else empty}
+    return _filled(CALLS[pass_], values)
 
 
 def _shared(found: tuple[Kernel, ...]) -> dict[str, str]:

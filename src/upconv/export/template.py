@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import math
 import os
 import re
@@ -116,12 +117,14 @@ def plain_layer(x: Tensor, weight: Tensor, y: Tensor, given: Arguments):
 
 @TF32@def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     """Whether the fast kernels serve a layer with weights of this shape."""
-    fitting = tuple(shape) == WEIGHT and given == LAYER and x.dtype == DTYPE@FLAGS@
+    fitting = shape == WEIGHT and given == LAYER and x.dtype == DTYPE@FLAGS@
     positions = math.prod(x.shape[2:]) * math.prod(LAYER.stride)  # of an image, at most, which kernels count in 32 bits
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
 @DENSE@@WIDE@@CALLS@
+
+ConvTranspose.forward.__signature__ = inspect.signature(ConvTranspose.forward)  # which each apply would compute anew
 
 # --- the module ------------------------------------------------------------------------------------------------------
 
@@ -189,40 +192,42 @@ class Layer(nn.Module):
         if torch.is_autocast_enabled():
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
-@SHARED_X@        out = ConvTranspose.apply(x, weight, None, bias, x.shape[2:], weight.shape, layer.given)
+        fast = is_fast(x, weight.shape, layer.given)
+@SHARED_X@        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward
+        out = run(x, weight, None, bias, (x.shape[2:], weight.shape, layer.given, fast))
         return out.squeeze(0) if single else out
 '''
 
 CALLS = {
-    "fwd": '''def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments) -> Tensor:
+    "fwd": '''def forward(x: Tensor, weight: Tensor, bias: Tensor | None, given: Arguments, fast: bool) -> Tensor:
     """(batch, channels, *size) -> (batch, other channels, *output_size). Weights are packed at each call."""
     x, weight = x.resolve_neg(), weight.resolve_neg().contiguous()
     bias = None if bias is None else bias.resolve_neg().contiguous()
     shape = (x.shape[0], weight.shape[1] * given.groups, *output_size(x.shape[2:], weight.shape[2:], given))
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=FORMAT)
+    out = @EMPTY@
     if out.numel() == 0:
         return out
 @FAST_CALL@    x, result = x.contiguous(), out.contiguous()
     build(False).forward(x, weight, bias, result, plain_layer(x, weight, result, given))
     return out.copy_(result)
 ''',
-    "grad-input": '''def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments) -> Tensor:
+    "grad-input": '''def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments, fast: bool) -> Tensor:
     """(batch, other channels, *output_size) -> (batch, channels, *size)."""
     grad, weight = grad.resolve_neg(), weight.resolve_neg().contiguous()
     shape = (grad.shape[0], weight.shape[0], *size)
-    out = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=FORMAT)
+    out = @EMPTY@
     if out.numel() == 0:
         return out
 @FAST_CALL@    grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
     return out.copy_(result)
 ''',
-    "grad-weight": '''def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments) -> Tensor:
+    "grad-weight": '''def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments, fast: bool) -> Tensor:
     """Inputs and gradients of the outputs -> (channels, other channels // groups, *kernel), which is the shape."""
     x, grad = x.resolve_neg(), grad.resolve_neg()
     if x.numel() == 0:
         return x.new_zeros(shape)
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(shape)
 @FAST_CALL@    x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
     return out
@@ -231,19 +236,19 @@ CALLS = {
 """Each pass; `FAST_CALLS` are those that their kernels serve."""
 
 FAST_CALLS = {
-    "fwd": """    if is_fast(x, weight.shape, given):
+    "fwd": """    if fast:
         x = dense(x@ROWS@)
 @CUT@@RESULT@        launch = forward_launch(x.shape[0], full(x), full(@OUT@), processors(x.get_device()))
         build(True).forward(x, weight, bias, @OUT@, *launch)
         return @RETURNED@
 """,
-    "grad-input": """    if is_fast(grad, weight.shape, given):
+    "grad-input": """    if fast:
         grad = dense(grad@ROWS@)
 @RESULT@        launch = grad_input_launch(grad.shape[0], full(grad), full(@OUT@), processors(grad.get_device()))
         build(True).grad_input(grad, weight, @OUT@, *launch)
         return @RETURNED@
 """,
-    "grad-weight": """    if is_fast(x, shape, given):
+    "grad-weight": """    if fast:
         x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
         build(True).grad_weight(x, grad, out, *launch)
@@ -254,33 +259,35 @@ AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
     """Of an input x, a weight w and an output y two give the third, linearly in both: so do the derivatives."""
 
     @staticmethod
-    def forward(x, w, y, bias, size, shape, given):
+    def forward(x, w, y, bias, layer):
+        size, shape, given, fast = layer
         if y is None:
-            return forward(x, w, bias, given)
-        return grad_input(y, w, size, given) if x is None else grad_weight(x, y, shape, given)
+            return forward(x, w, bias, given, fast)
+        return grad_input(y, w, size, given, fast) if x is None else grad_weight(x, y, shape, given, fast)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, w, y, _, *ctx.rest = inputs
+        x, w, y, _, ctx.layer = inputs
         ctx.save_for_backward(x, w, y)
 
     @staticmethod
     def backward(ctx, grad):
 @SHARED_GRAD@        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
-        by_x, by_w, by_y, by_bias, *_ = ctx.needs_input_grad
+        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward  # the second costs less
+        by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
-            ConvTranspose.apply(None, w, y, None, *ctx.rest) if by_x else None,
-            ConvTranspose.apply(x, None, y, None, *ctx.rest) if by_w else None,
-            ConvTranspose.apply(x, w, None, None, *ctx.rest) if by_y else None,
+            run(None, w, y, None, ctx.layer) if by_x else None,
+            run(x, None, y, None, ctx.layer) if by_w else None,
+            run(x, w, None, None, ctx.layer) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
-            *(None,) * 3,
+            None,
         )
 '''
 
-SHARED_X = """        if x.shape[-1] % @MULTIPLE@ and is_fast(x, weight.shape, layer.given):
+SHARED_X = """        if fast and x.shape[-1] % @MULTIPLE@:
             x = dense(x, @MULTIPLE@)  # once for the forward and a gradient
 """
-SHARED_GRAD = """        if grad.shape[-1] % @MULTIPLE@ and is_fast(grad, *ctx.rest[1:]):
+SHARED_GRAD = """        if ctx.layer[-1] and grad.shape[-1] % @MULTIPLE@:
             grad = dense(grad, @MULTIPLE@)  # once for both gradients
 """
 
@@ -288,8 +295,8 @@ FORWARD_ONLY = '''class ConvTranspose(torch.autograd.Function):
     """The file has the forward alone."""
 
     @staticmethod
-    def forward(x, w, y, bias, size, shape, given):
-        return forward(x, w, bias, given)
+    def forward(x, w, y, bias, layer):
+        return forward(x, w, bias, *layer[2:])
 
     @staticmethod
     def setup_context(ctx, inputs, output): ...
@@ -333,7 +340,7 @@ DENSE = '''def dense(t: Tensor) -> Tensor:
 ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
-    if multiple == 1:
+    if multiple == 1 or (t.shape[-1] % multiple == 0 and t.is_contiguous()):
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
     for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
@@ -356,7 +363,7 @@ CUT = """        if x.shape[-1] > @COLUMNS@:  # rows are cut into parts, which o
             reach = out.shape[-1] - x.shape[-1]
             for begin in range(0, x.shape[-1] - @OVERLAP@, @STEP@):
                 first = reach if begin else 0  # a later part's results before it lack columns of the part before
-                part = forward(x[..., begin : begin + @COLUMNS@], weight, bias, given)[..., first:]
+                part = forward(x[..., begin : begin + @COLUMNS@], weight, bias, given, fast)[..., first:]
                 out[..., begin + first :][..., : part.shape[-1]] = part
             return out
 """
