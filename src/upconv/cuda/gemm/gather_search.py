@@ -22,7 +22,6 @@ from upconv.derived import derived, settled, varied
 from upconv.problem import Problem, Triple, triple
 
 _MAX_TAPS = 4096  # of all phases; the tables are in constant memory
-_PROMISING = 8  # tilings with clusters that are looked at
 _AHEAD = 4500.0  # clocks that the rings should look ahead
 _WHOLE = (4, 8, 16, 32)  # sizes of images that are copied whole; few, since each is a kernel
 NARROW = (1, 2, 3, 4, 6, 8, 16)  # sizes of images that may lie side by side, few again
@@ -337,15 +336,19 @@ def _clustered(every: list[tuple[Cost, Tiling]], p: Problem, gpu: Gpu) -> Iterat
     looked at whose loads are far too cheap by estimate: halves of rows of several classes (docs/experiments.md).
     """
     promising: list[tuple[float, int, int, Tiling]] = []
+    fastest = min((cost.seconds for cost, _ in every), default=math.inf)
     for cost, t in every:
         tiles = _tiles_of(t, p)
         if t.split == 2 or (t.classed and t.element == 2) or not t.tensor_map or t.shuffle or t.drained:
             continue
         for cluster in CLUSTERS:
             if 2 * cluster <= t.chunks and tiles <= gpu.clusters(cluster):
-                rough = (cost.seconds - cost.launch) / cluster
+                rough = cost.launch + (cost.seconds - cost.launch) / cluster
                 promising.append((rough, len(promising), cluster, t))
-    for _, _, cluster, t in sorted(promising)[:_PROMISING]:
+    for rough, _, cluster, t in sorted(promising):
+        if rough > fastest:
+            break
         shared = _fitted(varied(t, cluster=cluster, resident=False), gpu)
         if shared is not None:
-            yield estimate(shared, p, gpu), shared
+            yield (found := estimate(shared, p, gpu)), shared
+            fastest = min(fastest, found.seconds)

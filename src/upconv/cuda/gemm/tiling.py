@@ -21,7 +21,6 @@ from upconv.problem import Problem, Triple, triple
 MOST_ACCUMULATORS = 4  # of 64 x 64, which a consumer holds: 128 registers of a thread's 200
 CLAIMS, CLAIMS_BYTES = 16, 192  # of kernels/claims.cuh: places of its ring, and its shared memory
 _STEPS_STRAIGHT = 32, 64  # of a variant, of all, also where they share a stretch
-_STEPS_ROLLED = 10  # of a variant, from which on rounds take less time to compile and as much to run
 _STEPS_OF_ROUND = 5, 16  # at least, where straight code is not too long; at most
 _SETS = 3, 4, 5, 7  # of fragments' registers that may come round with every round
 _STEPS_PROMOTED = 12, 8  # after which IEEE sums leave the tensor cores; half of them have high parts: wgmma, mma.sync
@@ -115,8 +114,8 @@ class Tiling(TiledPixels):
         if not self._short:
             return False
         # Rounds of few steps, or of one instruction a step, are not known to be as fast (docs/experiments.md).
-        few = self.multiplied.most * self.k_steps < _STEPS_ROLLED or (self.nb == 1 and self.split != 2)
-        return few or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
+        alone = self.nb == 1 and self.split != 2
+        return alone or self._taps_alike * self.k_steps < _STEPS_OF_ROUND[0]
 
     @derived_from("problem", "unroll", "subs", "w_subs", "classes", "chunk", "wgmma")
     def _short(self) -> bool:

@@ -19,9 +19,8 @@ from upconv.problem import Problem, triple
 # and leaves its sums, and of a chunk, whose first fragments are waited for; mma.sync's warps meet twice, too.
 _BLOCK, _CHUNK, _SYNC_CHUNK = 2350.0, 136.0, 1550.0
 # Units of `Rates.unit_turned` for 128 16-byte copies by a warpgroup; for turning 32 bytes of x of each of its threads.
-# Clocks of a copy by threads that also multiply. And of a chunk that is turned: nothing else runs while warps meet.
+# Clocks of a copy by threads that also multiply.
 _COPIED, _TURNED, _SYNC_COPIED = 2.17, 3.06, 0.62
-_TURNED_CHUNK = 805.0
 _COLUMNS = {2: 0.91, 4: 0.71}  # of the clocks for an instruction's columns, by bytes of an element
 _SHORT = 0.55  # more reads of rows of x that take half a line; three times as many of a quarter
 
@@ -228,7 +227,8 @@ def _loads(t: WarpgroupTiling) -> float:
 
 
 def _beside(t: WarpgroupTiling) -> float:
-    return _CHUNK + (_TURNED_CHUNK if t.turned else 0.0)
+    """Pixels that are turned have one buffer, so that the next chunk's box is asked for behind them."""
+    return _CHUNK + (RATES.latency if t.turned else 0.0)
 
 
 # --- what a step of K asks for at least, whatever the chunk ----------------------------------------------------------

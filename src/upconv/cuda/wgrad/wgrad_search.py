@@ -24,7 +24,6 @@ from upconv.problem import Problem, Triple, triple
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
-_MOST_TAPS = 36  # of a set
 _GAPLESS = 64, 96, 128, 192, 256  # positions of such chunks
 _TYPICAL, _KEPT = 8, 8  # chunks by which blocks with their taps are compared, and how many of these then have all
 
@@ -338,7 +337,7 @@ def _tap_sets(p: Problem) -> tuple[Triple, ...]:
         found += [(v, h, w) for v in parts(d)[1:]]
     if 1 not in wide or w == 2:
         found += [(1, v, 1) for v in parts(h)]
-    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= _MOST_TAPS))
+    return tuple(dict.fromkeys(found))
 
 
 def _column_sets(p: Problem) -> tuple[Triple, ...]:
@@ -347,7 +346,7 @@ def _column_sets(p: Problem) -> tuple[Triple, ...]:
     heights = [v for v in parts(h) if v > p.stride[-2]] if p.rank > 1 and p.dilation[-2] == 1 else []
     found = [(1, v, u) for v in heights for u in parts(w)]
     found += [(v, h, u) for v in parts(d)[1:] for u in (1, w) if h in heights]
-    return tuple(dict.fromkeys(t for t in found if math.prod(t) <= _MOST_TAPS))
+    return tuple(dict.fromkeys(found))
 
 
 def _warps(p: Problem, block: tuple[int, int], taps: int) -> tuple[int, int] | None:
