@@ -2592,6 +2592,15 @@ struct GradWeight {
   static constexpr bool channels_last = false;
 };
 
+// Rows of so many columns, copied to where each has so many units of 16 bytes. A thread stores a unit.
+__global__ void copy_rows(const u32* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
+  const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / units, column = i % units * 4;
+  if (i >= total) return;
+  union { u32 values[4]; uint4 all; } unit = {};
+  for (u32 k = 0; k < 4; k++) if (column + k < columns) unit.values[k] = from[(u64)row * columns + column + k];
+  to[i] = unit.all;
+}
+
 }  // namespace kernels
 
 namespace {
@@ -2708,9 +2717,15 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   kernels::add_records<kernels::GradWeight><<<4905, 256, 0, stream>>>(of(sums), of(out), slices);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
-"""
 
-HEADERS = ("#include <array>\n", "#include <optional>\n")  # of the functions that Python calls
+void copy_rows(const at::Tensor& from, const at::Tensor& to) {
+  const c10::cuda::CUDAGuard guard(from.device());
+  const unsigned columns = from.size(-1), units = to.stride(-2) / 4, total = from.numel() / columns * units;
+  kernels::copy_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      of(from), of(to), columns, units, total);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+"""
 
 
 @functools.cache
@@ -2736,7 +2751,7 @@ def build(fast: bool = True):
     digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\n" for name, of in functions))),
+        cpp_sources=["#include <array>\n#include <optional>", *(f"void {name}({of});" for name, of in functions)],
         cuda_sources=code,
         functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_90a,code=sm_90a"] if fast else [])],
@@ -2835,7 +2850,11 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
         if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
             return t
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    if torch.is_grad_enabled() or not t.is_contiguous() or not 0 < t.numel() < 2**31:
+        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    out = t.new_empty((*t.shape[:-1], row))[..., : t.shape[-1]]
+    build(True).copy_rows(t.resolve_neg(), out)  # is faster, and unknown to autograd
+    return out
 
 
 def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:

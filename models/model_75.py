@@ -1211,8 +1211,6 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 }
 """
 
-HEADERS = ("#include <array>\n", "#include <optional>\n")  # of the functions that Python calls
-
 
 @functools.cache
 def build(fast: bool = True):
@@ -1237,7 +1235,7 @@ def build(fast: bool = True):
     digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\n" for name, of in functions))),
+        cpp_sources=["#include <array>\n#include <optional>", *(f"void {name}({of});" for name, of in functions)],
         cuda_sources=code,
         functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_90a,code=sm_90a"] if fast else [])],

@@ -19,10 +19,15 @@ struct Tensor {  // as tests/test_export_host.py fills it
   void* memory;
   long long dimensions, element, sizes[5], strides[5];
   void* data_ptr() const { return memory; }
-  long long size(int axis) const { return sizes[axis]; }
-  long long stride(int axis) const { return strides[axis]; }
+  long long size(int axis) const { return sizes[axis < 0 ? dimensions + axis : axis]; }
+  long long stride(int axis) const { return strides[axis < 0 ? dimensions + axis : axis]; }
   long long dim() const { return dimensions; }
   long long element_size() const { return element; }
+  long long numel() const {
+    long long all = 1;
+    for (int i = 0; i < dimensions; i++) all *= sizes[i];
+    return all;
+  }
   int device() const { return 0; }
   Options options() const { return {}; }
 };

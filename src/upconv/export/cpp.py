@@ -106,6 +106,27 @@ _OF_TENSOR = dedent(
     """
 )
 
+COPY_KERNEL = """\
+// Rows of so many columns, copied to where each has so many units of 16 bytes. A thread stores a unit.
+__global__ void copy_rows(const @BITS@* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
+  const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / units, column = i % units * @EACH@;
+  if (i >= total) return;
+  union { @BITS@ values[@EACH@]; uint4 all; } unit = {};
+  for (u32 k = 0; k < @EACH@; k++) if (column + k < columns) unit.values[k] = from[(u64)row * columns + column + k];
+  to[i] = unit.all;
+}
+"""
+"""PyTorch's copy takes up to twice as long."""
+_COPY = """\
+void copy_rows(const at::Tensor& from, const at::Tensor& to) {
+  const c10::cuda::CUDAGuard guard(from.device());
+  const unsigned columns = from.size(-1), units = to.stride(-2) / @EACH@, total = from.numel() / columns * units;
+  kernels::copy_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      of(from), of(to), columns, units, total);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+"""
+
 INCLUDES = """\
 #include <algorithm>
 #include <array>
@@ -126,6 +147,16 @@ def c_helpers(found: Sequence[Kernel]) -> str:
     """The same without PyTorch."""
     text = LAUNCH.replace("@OF@", "Memory of(const void* p) { return {const_cast<void*>(p)}; }").replace("@SET@", _SET)
     return f"namespace {{\n\n{text}{_maps(found, TENSOR_MAP)}\n}}  // namespace\n"
+
+
+def copies(found: Sequence[Kernel]) -> tuple[str, str]:
+    """The kernel that copies rows to where they begin at 16 bytes, and its launch; empty where no kernel needs such."""
+    each = max(n for k in found for n in k.multiples) if found else 1
+    if each == 1:
+        return "", ""
+    bits = {4: "u32", 2: "u16"}[16 // each]
+    kernel, launch = (text.replace("@BITS@", bits).replace("@EACH@", str(each)) for text in (COPY_KERNEL, _COPY))
+    return kernel, launch
 
 
 def _maps(found: Sequence[Kernel], text: str) -> str:

@@ -113,11 +113,14 @@ def _shared(found: tuple[Kernel, ...]) -> dict[str, str]:
 def fast(found: tuple[Kernel, ...], gpu: Gpu) -> str:
     """The kernels' templates, a struct of constants for each pass, then the host's code."""
     templates = device.templates(found, gpu)
+    kernel, launch = cpp.copies(found)
+    constants = (f"{_banner(k)}\n{device.constants(k, found, templates)}" for k in found)
     parts = [
         cpp.INCLUDES + "".join(f"#include <{name}>\n" for name in device.includes(found)),
-        device.spaced(templates, *(f"{_banner(k)}\n{device.constants(k, found, templates)}" for k in found)),
+        device.spaced(templates, *constants, *filter(None, [kernel])),
         cpp.helpers(found),
         *map(cpp.definition, found),
+        launch,
     ]
     return "\n".join(part for part in parts if part)
 

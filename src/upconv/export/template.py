@@ -43,8 +43,6 @@ PLAIN = r"""
 FAST = r"""
 @FAST@"""
 
-HEADERS = ("#include <array>\\n", "#include <optional>\\n")  # of the functions that Python calls
-
 
 @functools.cache
 def build(fast: bool = True):
@@ -69,7 +67,7 @@ def build(fast: bool = True):
     digest = hashlib.sha256(code.encode()).hexdigest()
     return cpp_extension.load_inline(
         name=f"conv_transpose_{digest[:16]}",
-        cpp_sources="".join((*HEADERS, *(f"void {name}({of});\\n" for name, of in functions))),
+        cpp_sources=["#include <array>\\n#include <optional>", *(f"void {name}({of});" for name, of in functions)],
         cuda_sources=code,
         functions=[name for name, _ in functions],
         extra_cuda_cflags=["-O3", *(["-gencode=arch=compute_@ARCH@,code=sm_@ARCH@"] if fast else [])],
@@ -347,7 +345,11 @@ ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
         if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
             return t
-    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    if torch.is_grad_enabled() or not t.is_contiguous() or not 0 < t.numel() < 2**31:
+        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+    out = t.new_empty((*t.shape[:-1], row))[..., : t.shape[-1]]
+    build(True).copy_rows(t.resolve_neg(), out)  # is faster, and unknown to autograd
+    return out
 
 
 '''
