@@ -136,6 +136,7 @@ u32 load_acquire(const u32* from);
 // --- the compiler and registers -----------------------------------------------------------------------------------------
 
 template <class T> static void opaque(T&) {}
+static void loads_ahead() {}
 #define OPAQUE(a)
 #define OPAQUE_2(a, b)
 #define OPAQUE_4(a, b, c, d)

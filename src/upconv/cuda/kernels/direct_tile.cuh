@@ -180,6 +180,7 @@ static __device__ __forceinline__ void stage(Acc* tile, const T* source, const T
               if (exists) unit[j][b] = *(const Loaded*)of_row;
             }
           }
+          loads_ahead();
 #pragma unroll
           for (int j = 0; j < BATCH_C; j++)
 #pragma unroll

@@ -244,6 +244,8 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
+// Loads ahead of it are under way before what follows. Else ptxas may put each of many loads ahead of its own use, and all wait.
+__device__ __forceinline__ void loads_ahead() { __syncwarp(__activemask()); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
