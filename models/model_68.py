@@ -2530,18 +2530,20 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
-    if multiple == 1 or (t.shape[-1] % multiple == 0 and t.is_contiguous()):
+    whole = t.is_contiguous()
+    if multiple == 1 or (whole and t.shape[-1] % multiple == 0):
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
-    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+    wider = ceil(t.shape[-1], multiple) * multiple
+    if whole and 0 < t.numel() < 2**31 and not torch.is_grad_enabled():
+        out = t.new_empty((*t.shape[:-1], wider))[..., : t.shape[-1]]
+        build(True).copy_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
+        return out
+    for row in (t.stride(-2), wider):
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
         if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
             return t
-    if torch.is_grad_enabled() or not t.is_contiguous() or not 0 < t.numel() < 2**31:
-        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-    out = t.new_empty((*t.shape[:-1], row))[..., : t.shape[-1]]
-    build(True).copy_rows(t.resolve_neg(), out)  # is faster, and unknown to autograd
-    return out
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 def wide(t: Tensor, multiple: int, behind: int = 0) -> Tensor:
@@ -2584,9 +2586,8 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments, fast: bool)
     if out.numel() == 0:
         return out
     if fast:
-        grad = dense(grad, 4)
         launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, out, *launch)
+        build(True).grad_input(dense(grad, 4), weight, out, *launch)
         return out
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
@@ -2600,9 +2601,8 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments, fast: bool) ->
         return x.new_zeros(shape)
     out = x.new_empty(shape)
     if fast:
-        x, grad = dense(x, 4), dense(grad, 4)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
+        build(True).grad_weight(dense(x, 4), dense(grad, 4), out, *launch)
         return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
@@ -2712,8 +2712,7 @@ class ModelNew(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, depth, height, width) or the same without batch, any sizes -> likewise."""
         single = x.dim() == RANK + 1
-        if single:
-            x = x.unsqueeze(0)
+        x = x.unsqueeze(0) if single else x
         layer = self.conv_transpose3d
         weight, bias = layer.weight, layer.bias
         if torch.is_autocast_enabled():

@@ -1347,9 +1347,8 @@ def grad_input(grad: Tensor, weight: Tensor, size, given: Arguments, fast: bool)
     if out.numel() == 0:
         return out
     if fast:
-        grad = dense(grad)
         launch = grad_input_launch(grad.shape[0], full(grad), full(out), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, out, *launch)
+        build(True).grad_input(dense(grad), weight, out, *launch)
         return out
     grad, result = grad.contiguous(), out.contiguous()
     build(False).grad_input(grad, weight, result, plain_layer(result, weight, grad, given))
@@ -1363,9 +1362,8 @@ def grad_weight(x: Tensor, grad: Tensor, shape, given: Arguments, fast: bool) ->
         return x.new_zeros(shape)
     out = x.new_empty(shape)
     if fast:
-        x, grad = dense(x), dense(grad)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
+        build(True).grad_weight(dense(x), dense(grad), out, *launch)
         return out
     x, grad = x.contiguous(), grad.contiguous()
     build(False).grad_weight(x, grad, out, plain_layer(x, out, grad, given))
@@ -1473,8 +1471,7 @@ class ModelNew(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, channels, height, width) or the same without batch, any sizes -> likewise."""
         single = x.dim() == RANK + 1
-        if single:
-            x = x.unsqueeze(0)
+        x = x.unsqueeze(0) if single else x
         layer = self.conv_transpose2d
         weight, bias = layer.weight, layer.bias
         if torch.is_autocast_enabled():

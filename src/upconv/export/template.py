@@ -183,8 +183,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (@NAMES@) or the same without batch, any sizes -> likewise."""
         single = x.dim() == RANK + 1
-        if single:
-            x = x.unsqueeze(0)
+        x = x.unsqueeze(0) if single else x
         layer = self.@ATTRIBUTE@
         weight, bias = layer.weight, layer.bias
         if torch.is_autocast_enabled():
@@ -241,15 +240,13 @@ FAST_CALLS = {
         return @RETURNED@
 """,
     "grad-input": """    if fast:
-        grad = dense(grad@ROWS@)
 @RESULT@        launch = grad_input_launch(grad.shape[0], full(grad), full(@OUT@), processors(grad.get_device()))
-        build(True).grad_input(grad, weight, @OUT@, *launch)
+        build(True).grad_input(dense(grad@ROWS@), weight, @OUT@, *launch)
         return @RETURNED@
 """,
     "grad-weight": """    if fast:
-        x, grad = dense(x@ROWS@), dense(grad@GRAD_ROWS@)
         launch = grad_weight_launch(x.shape[0], full(x), full(grad), processors(x.get_device()))
-        build(True).grad_weight(x, grad, out, *launch)
+        build(True).grad_weight(dense(x@ROWS@), dense(grad@GRAD_ROWS@), out, *launch)
         return out
 """,
 }
@@ -338,18 +335,20 @@ DENSE = '''def dense(t: Tensor) -> Tensor:
 ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
-    if multiple == 1 or (t.shape[-1] % multiple == 0 and t.is_contiguous()):
+    whole = t.is_contiguous()
+    if multiple == 1 or (whole and t.shape[-1] % multiple == 0):
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
-    for row in (t.stride(-2), ceil(t.shape[-1], multiple) * multiple):
+    wider = ceil(t.shape[-1], multiple) * multiple
+    if whole and 0 < t.numel() < 2**31 and not torch.is_grad_enabled():
+        out = t.new_empty((*t.shape[:-1], wider))[..., : t.shape[-1]]
+        build(True).copy_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
+        return out
+    for row in (t.stride(-2), wider):
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
         if t.stride() == strides and row >= t.shape[-1] and row % multiple == 0 and t.data_ptr() % 16 == 0:
             return t
-    if torch.is_grad_enabled() or not t.is_contiguous() or not 0 < t.numel() < 2**31:
-        return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-    out = t.new_empty((*t.shape[:-1], row))[..., : t.shape[-1]]
-    build(True).copy_rows(t.resolve_neg(), out)  # is faster, and unknown to autograd
-    return out
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
 
 
 '''
