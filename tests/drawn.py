@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
+from functools import lru_cache, reduce
+from itertools import combinations, count, islice
+from operator import or_
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from upconv.cuda.axes import Unfit, any_size
+from results import Way, drawn_way
+from upconv.cuda.axes import Unfit, any_size, source_shape
 from upconv.cuda.compile import jit
 from upconv.cuda.cost import Cost
 from upconv.cuda.direct import direct, plain, tiles
@@ -22,6 +27,7 @@ from upconv.cuda.gemm import gather, gather_search, joined
 from upconv.cuda.gemm.shuffle import shuffled
 from upconv.cuda.gemm.tiling import Tiling
 from upconv.cuda.gpu import A100, B200, H200, RTX3090, RTX4090, RTX5090, Gpu
+from upconv.cuda.launches import Given, Launch, Pointer, Zeros
 from upconv.cuda.pixels import implicit
 from upconv.cuda.pixels.choice import TileChoice
 from upconv.cuda.pixels.family import MODES
@@ -29,7 +35,7 @@ from upconv.cuda.rearrange import rearranged
 from upconv.cuda.wgrad import wgrad, wgrad_search
 from upconv.cuda.wgrad.wgrad_tiling import SyncTiling
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem, output_length
+from upconv.problem import LAYOUTS, Layout, Pass, Precision, Problem, output_length, triple
 
 DTYPES: dict[Precision, torch.dtype] = {
     "tf32": torch.float32,
@@ -112,27 +118,47 @@ def one_of(rng: random.Random, every: Iterable[T], most: int = 500) -> T | None:
 # --- the families' tiles ---------------------------------------------------------------------------------------------
 
 
-def gather_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
-    """At any size, at the layer's own, with images side by side, with phases as rows, or stored by the copy engine."""
+def gather_tilings(p: Problem, gpu: Gpu, rng: random.Random) -> Sequence[Tiling]:
+    """Those of a random search for the layer: for any size or its own, by phases as rows, images side by side, ..."""
+    classes = gather_search.classes_of(p) if p.layout == "nchw" else (1, 1)
+    common: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}]
+    special: list[dict[str, Any]] = [{"size": p.size}, {"size": p.size, "beside": True}]
+    if gather_search.drains(p):
+        special += [{"classes": classes, "drained": True}, {"size": p.size, "drained": True}]
+    if shuffle := shuffled(any_size(p)):
+        special.append({"classes": classes, "shuffle": shuffle})
+    searches = rng.sample(special, len(special)) if rng.random() < 0.6 else []
+    every = (gather_search.candidates(any_size(p), gpu, **how) for how in (*searches, rng.choice(common)))
+    return next(filter(None, every), ())
+
+
+def serves(t: Tiling, p: Problem) -> bool:
+    """Whether a tiling of a layer at one size serves it at another."""
+    if t.drained and not gather_search.drains(p):
+        return False
+    if t.whole is not None:
+        return t.whole == triple(source_shape(p)[2:])
+    return t.channels_last or not t.tensor_map or t.classes == gather_search.classes_of(p)
+
+
+def gather_choice(rng: random.Random, p: Problem, gpu: Gpu, resized: bool = True) -> Any:
+    """By a tile that was found for the layer's size, at that size or at another; now and then by clusters."""
     if gather_search.refusal(p, gpu) is not None:
         return None
-    classes = gather_search.classes_of(p) if p.layout == "nchw" else (1, 1)
-    if classes is None:
+    tiling = one_of(rng, gather_tilings(p, gpu, rng))
+    if tiling is None:
         return None
-    searches: list[dict[str, Any]] = [{"classes": classes}, {"classes": classes, "wgmma": False}, {"size": p.size}]
-    searches.append({"size": p.size, "beside": True})
-    searches += [{"classes": classes, "drained": True}] if gather_search.drains(p) else []
-    shuffle = shuffled(any_size(p))
-    searches += [{"classes": classes, "shuffle": shuffle}] if shuffle else []
-    tiling = one_of(rng, gather_search.candidates(any_size(p), gpu, **rng.choice(searches)))
-    if tiling is None or (p.layout == "nchw" and tiling.tensor_map and tiling.classes != classes):
-        return None  # rows that boxes do not bring
-    if rng.random() < 0.2:
-        try:
-            tiling = replace(tiling, cluster=rng.choice((2, 3))).checked(gpu.shared_bytes)
-        except Unfit:
-            return None
-    return gather.Choice(tiling, p, gpus(rng, gpu), Cost(rng.choice((1e-6, 1e-3))))
+    if rng.random() < 0.5:
+        with suppress(Unfit):
+            tiling = replace(tiling, cluster=rng.choice((2, 2, 3, 4))).checked(gpu.shared_bytes)
+    if resized and rng.random() < 0.5:
+        with suppress(ValueError):  # no output
+            other = p.with_(size=tuple(max(1, rng.choice((n, n // 2, n + 3))) for n in p.size))
+            p = other if serves(tiling, other) else p
+    if not serves(tiling, p):
+        return None
+    cost = Cost(rng.choice((1e-6, 1e-3)))  # of a long call weights are packed
+    return gather.Choice(tiling, p, gpus(rng, gpu), cost, general=rng.random() < 0.2)
 
 
 def joined_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
@@ -176,8 +202,9 @@ def wgrad_choice(rng: random.Random, p: Problem, gpu: Gpu, kind: type) -> Any:
     if not every:
         return None
     tiling = rng.choice(every)
-    splits = min(math.prod(tiling.counts(p)), rng.choice((1, 2, 3, 5)))  # type: ignore[attr-defined]
-    return wgrad.Choice(tiling, p, gpus(rng, gpu), splits, Cost(1e-5))
+    count = math.prod(tiling.counts(p))  # type: ignore[attr-defined]
+    splits = min(count, rng.choice((1, 2, 3, 5, 9, 20)))
+    return wgrad.Choice(tiling, p, gpus(rng, gpu), -(-count // -(-count // splits)), Cost(1e-5))  # none without work
 
 
 def fitting(p: Problem, gpu: Gpu) -> list[tiles.Tile]:
@@ -235,20 +262,62 @@ def batches_choice(rng: random.Random, p: Problem, gpu: Gpu) -> Any:
     q: Problem | None = getattr(p, other)
     if q is None:
         return None
-    choice = gather_choice(rng, q, gpu)
+    choice = gather_choice(rng, q, gpu, resized=False)
     if choice is not None and other == "flat":
         choice = replace(choice, flat=True)
     return choice and (choice, p)
 
 
+_GATHER = Layers(
+    FORWARD_LIKE, TENSOR, inputs=(4, 8, 16, 40, 72, 136), outputs=(3, 8, 16, 23, 40, 64, 72, 136),
+    heights=(1, 3, 4, 5, 6, 7, 8, 9, 11, 16), widths=(1, 3, 4, 6, 7, 8, 9, 12, 16, 17, 20), dilations=(1, 1, 2, 3, 9),
+)  # fmt: skip
+_DENSE = replace(_GATHER, layouts=("nchw",), dilations=(1,))
+GATHER = (
+    Layers(FORWARD_LIKE, TENSOR),
+    _GATHER,
+    replace(_GATHER, layouts=("channels_last",), ranks=(2, 2, 3), outputs=(8, 16, 40, 64, 72, 136)),
+    # Many taps, or phases, along W.
+    replace(_GATHER, ranks=(1,), kernels=(3, 7, 8, 9, 16), strides=(1, 2, 4, 8, 20), dilations=(1,)),
+    # Slices without taps, of many outputs.
+    replace(_DENSE, passes=("fwd",), ranks=(3,), inputs=(8,), heights=(3, 9, 30), widths=(15, 16), kernels=(1, 2, 3),
+            strides=(2, 2, 4)),
+    # Small images, whole and side by side.
+    replace(_DENSE, heights=(4, 8, 16), widths=(4, 8, 16, 32), kernels=(1, 2, 3, 4), strides=(1, 2, 4)),
+    replace(_DENSE, passes=("fwd",), heights=(1, 2, 3, 4, 6), widths=(1, 2, 3, 4, 6), kernels=(3, 4), strides=(1, 2),
+            paddings=1),
+    # Few output channels, whose phases are rows of M.
+    replace(_DENSE, passes=("fwd",), layouts=LAYOUTS, groups=(1,), inputs=(3, 16), outputs=(1, 2, 3, 5),
+            strides=(1, 2, 3)),
+    # Rows of 16 bits that the copy engine may store.
+    replace(_DENSE, passes=("fwd",), precisions=("fp16", "bf16"), ranks=(2,), groups=(1,), inputs=(16,),
+            outputs=(8, 40, 72, 136), heights=(2, 3, 5, 9), widths=(8, 16, 24), kernels=(1, 2, 3, 4, 6),
+            strides=(1, 2, 4), paddings=1),
+)  # fmt: skip
+WGRAD = (
+    Layers(("grad-weight",), WGMMA, inputs=(4, 8, 16, 24, 32, 72), outputs=(1, 3, 4, 8, 16, 40),
+           widths=(4, 8, 12, 16, 24, 33)),
+    # Neighbouring taps of a wide stride, and columns of taps, whose rows of x follow each other.
+    Layers(("grad-weight",), WGMMA, ("nchw",), (1, 2), (8, 16), (32, 72), kernels=(2, 4, 8, 16), strides=(2, 4, 8),
+           dilations=(1, 2), widths=(16, 24, 32), paddings=4),
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (2, 2, 3), (16, 24, 40, 64), (16, 32, 64), (1,), widths=(16, 24),
+           kernels=(1, 2, 3, 4, 5, 5), strides=(1, 1, 1, 2, 3), dilations=(1,), paddings=0),
+    # Input channels that fill no power of two; weights of many elements.
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (1, 2, 2), (40, 48, 70, 80, 96, 256, 320), (32,), (1,), heights=(1, 3),
+           widths=(16, 32), kernels=(1, 2, 3), strides=(1, 3), dilations=(1,), paddings=1),
+    Layers(("grad-weight",), WGMMA, LAYOUTS, (2,), (64, 128, 192), (64, 128, 192), (1,), heights=(3, 8, 16),
+           widths=(8,), kernels=(2, 4), strides=(1, 2), dilations=(1,), paddings=0),
+    # Rows that begin off 16 bytes, at few places.
+    Layers(("grad-weight",), WGMMA, ("nchw",), (2, 3), (16,), (32, 48), (1, 2), heights=(2, 5, 6, 7, 8),
+           widths=(24, 32, 64), kernels=(2, 3), strides=(1,), dilations=(1,), paddings=1),
+    # Long columns of taps.
+    Layers(("grad-weight",), WGMMA, ("channels_last",), (2,), (16, 24, 40), (16, 32), (1,), widths=(16, 24),
+           kernels=(4, 5), strides=(1,), dilations=(1,), paddings=0),
+)  # fmt: skip
 FEW = (1, 2, 3, 5)
 ALIGNED = (4, 8, 12, 16, 20, 24, 32, 40)
-FAMILIES: dict[str, tuple[Layers, Draw]] = {
-    "gather": (Layers(FORWARD_LIKE, TENSOR), gather_choice),
-    "gather, few sizes": (
-        Layers(FORWARD_LIKE, TENSOR, inputs=(4, 8, 16, 40), heights=(1, 4, 8), widths=(4, 8, 16, 24), paddings=1),
-        gather_choice,
-    ),
+FAMILIES: dict[str, tuple[Layers | tuple[Layers, ...], Draw]] = {
+    "gather": (GATHER, gather_choice),
     "joined": (
         Layers(("fwd",), WGMMA, ("nchw",), (2, 3), groups=(1,), widths=ALIGNED, strides=(1,)),
         joined_choice,
@@ -287,11 +356,7 @@ FAMILIES: dict[str, tuple[Layers, Draw]] = {
         Layers(("grad-weight",), TENSOR, inputs=(4, 5, 8, 17, 32, 72), outputs=(1, 3, 4, 8, 17, 40)),
         lambda rng, p, gpu: wgrad_choice(rng, p, gpu, SyncTiling),
     ),
-    "wgrad by wgmma": (
-        Layers(("grad-weight",), WGMMA, inputs=(4, 8, 16, 24, 32, 72), outputs=(1, 3, 4, 8, 16, 40),
-               widths=(4, 8, 12, 16, 24, 33)),
-        lambda rng, p, gpu: wgrad_choice(rng, p, gpu, WarpgroupTiling),
-    ),
+    "wgrad by wgmma": (WGRAD, lambda rng, p, gpu: wgrad_choice(rng, p, gpu, WarpgroupTiling)),
     "direct": (
         Layers(("fwd",), SCALAR, inputs=(1, 3, 4, 8, 16), outputs=(1, 2, 3, 4, 9, 17), groups=(1, 1, 2, 3, 8),
                widths=(1, 3, 4, 8, 12, 16, 20, 33)),
@@ -342,50 +407,130 @@ def work(choice: Any) -> float:
     return 0.0
 
 
-def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any, Problem]]:
-    """A family's random choices, in an order of their own, each with the problem whose tensors it takes."""
-    rng = random.Random(f"drawn {family}")
+@dataclass(frozen=True)
+class Case:
+    """A random choice, the problem whose tensors it takes, and how it is called."""
+
+    choice: Any
+    problem: Problem
+    way: Way
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        way, reads = self.way, self.choice.reads
+        order = "channels_last" if way.last and not way.strided else "contiguous"
+        form = "in place" if order == reads and self.problem.pass_ != "grad-weight" else order
+        found: tuple[Launch, ...] = self.choice.launches(Given(form, way.single, lasting=way.once, aligned=not way.off))
+        return found
+
+    @property
+    def work(self) -> float:
+        return work(getattr(self.choice, "inner", self.choice))
+
+
+def case(family: str, seed: int, gpu: Gpu = H200, larger: int = 1) -> Case | None:
+    """A family's random choice of this seed, if there is one."""
+    rng = random.Random(f"{family} {seed}")
     layers, draw = FAMILIES[family]
-    while True:
-        p = layers.draw(rng, larger)
-        if p.macs > MOST_MACS or (found := draw(rng, p, gpu)) is None:
-            continue
-        choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
-        if larger > 1 or work(getattr(choice, "inner", choice)) < MOST:
-            yield choice, tensors
+    p = (layers if isinstance(layers, Layers) else rng.choice(layers)).draw(rng, larger)
+    if p.macs > MOST_MACS or (found := draw(rng, p, gpu)) is None:
+        return None
+    choice, tensors = found if isinstance(found, tuple) else (found, found.problem)
+    made = Case(choice, tensors, drawn_way(tensors, choice.casts, rng.randrange(2**30)))
+    return made if larger > 1 or made.work < MOST else None
 
 
-FLAG = re.compile(r"static constexpr (?:bool|int) (\w+) = (true|false|\d{1,2});")
+def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any, Problem]]:
+    """A family's random choices, each with the problem whose tensors it takes."""
+    for seed in count():
+        if (found := case(family, seed, gpu, larger)) is not None:
+            yield found.choice, found.problem
 
 
-def modes(choice: Any) -> set[tuple[str, str, str]]:
-    """What a choice's kernels are: their constants that are flags or small numbers, the pass, the layout, the dtype."""
-    p = choice.problem
-    found = {("", "pass", f"{p.pass_} {p.layout}"), ("", "precision", p.precision)}
-    for unit in choice.sources():
-        struct, file = jit.parts_of(unit.source)
-        found |= {(file, name, value) for name, value in FLAG.findall(struct)}
+# --- few cases with every mode ---------------------------------------------------------------------------------------
+
+CASES = Path(__file__).with_name("cases.json")
+"""Each family's seeds of few cases, which this file writes as a program."""
+DRAWS, MOST_CASES = 300, 6
+MANY = {"gather": (2400, 90), "wgrad by wgmma": (700, 32), "wgrad by mma.sync": (300, 14)}
+"""Of families with many modes more draws, and more cases of these."""
+CONSTANT = re.compile(r"static constexpr (?:bool|int) (\w+) = (true|false|-?\d+);")
+Mode = tuple[str, str]
+
+
+def modes(case: Case) -> set[Mode]:
+    """Of a case the problem and the way, what the choice and its tile say of themselves, and its kernels' constants."""
+    inner = getattr(case.choice, "inner", case.choice)
+    found = [(name, getattr(case.problem, name)) for name in ("pass_", "layout", "precision", "rank")]
+    found += vars(case.way).items()
+    found += told(inner)
+    found += told(getattr(inner, "tile", None) or getattr(inner, "tiling", None))
+    for launch in case.launches:
+        found += CONSTANT.findall(jit.parts_of(launch.unit.source)[0])
+        found += [("entry", launch.entry), ("cooperative", launch.cooperative), ("few blocks", launch.grid < 3)]
+        found += [("zeros", any(isinstance(a, Pointer) and isinstance(a.operand, Zeros) for a in launch.arguments))]
+    return {(name, coarse(value)) for name, value in found}
+
+
+def told(of: Any) -> Iterator[tuple[str, Any]]:
+    """An object's flags, numbers, pairs of these, and how sums end."""
+    for name in dir(of):
+        with suppress(Exception):  # what other tiles have
+            value = getattr(of, name) if name[0] != "_" else None
+            several = value if isinstance(value, tuple) and len(value) < 3 else (value,)
+            if all(isinstance(one, int) for one in several) or name == "ending":
+                yield name, value
+
+
+def coarse(value: Any) -> str:
+    """Of numbers only small ones and powers of two have names of their own."""
+    if isinstance(value, tuple):
+        return " ".join(map(coarse, value))
+    text = str(value).lower()
+    number = int(text) if text.lstrip("-").isdigit() else 0
+    return text if -1 <= number < 4 or number.bit_count() == 1 else "more"
+
+
+def of_few(every: Sequence[set[Mode]], most: int) -> list[set[Mode]]:
+    """Without those of which there are more: they are sizes."""
+    names = Counter(name for name, _ in set().union(*every))
+    return [{mode for mode in own if names[mode[0]] <= most} for own in every]
+
+
+def words(modes: set[Mode]) -> set[Mode]:
+    """Those that are no numbers."""
+    return {(name, value) for name, value in modes if not re.fullmatch(r"[-\d ]*|.*more.*", value)}
+
+
+def covering(every: Sequence[Case], most: int) -> list[int]:
+    """Few of the cases, by number: with every mode, and with as many pairs of flags as so few can have.
+
+    In turn the one with the most that none before has, for its time.
+    """
+    have = of_few([modes(case) for case in every], 6)
+    pairs = [set(combinations(sorted(own), 2)) for own in of_few(have, 3)]
+    found: list[int] = []
+    for has in have, pairs:
+        bits = {one: 1 << i for i, one in enumerate(set[Any]().union(*has))}
+        masks = [sum(bits[one] for one in own) for own in has]
+        left = sum(bits.values()) & ~reduce(or_, (masks[i] for i in found), 0)
+        news = [(mask, 1 + 4 * case.work / MOST) for mask, case in zip(masks, every)]
+        while left and len(found) < most:
+            found.append(max(range(len(every)), key=lambda i: (news[i][0] & left).bit_count() / news[i][1]))
+            left &= ~masks[found[-1]]
     return found
 
 
-def varied(family: str, draws: int, most: int) -> list[tuple[Any, Problem]]:
-    """Few of so many random choices that together have all values of each constant that has up to four."""
-    have = [
-        ((choice, p), modes(choice), work(getattr(choice, "inner", choice)) / MOST)
-        for choice, p in islice(choices(family), draws)
-    ]
-    values: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    for _, own, _ in have:
-        for file, name, value in own:
-            values[file, name].add(value)
-    return covering(have, {(*of, value) for of, every in values.items() if len(every) <= 4 for value in every})[:most]
+def main() -> None:
+    found = {}
+    for family in FAMILIES:
+        draws, most = MANY.get(family, (DRAWS, MOST_CASES))
+        every = {seed: one for seed in range(draws) if (one := case(family, seed)) is not None}
+        chosen = covering(list(every.values()), most)
+        found[family] = sorted(list(every)[i] for i in chosen)
+    lines = ",\n".join(f"{json.dumps(family)}: {json.dumps(seeds)}" for family, seeds in found.items())
+    CASES.write_text(f"{{\n{lines}\n}}\n")
 
 
-def covering(have: Sequence[tuple[T, set[Any], float]], left: set[Any]) -> list[T]:
-    """Few that together have all that is left: the cheapest of those with the most that none before has, in turn."""
-    found: list[T] = []
-    while left:
-        one, own, _ = max(have, key=lambda each: len(each[1] & left) / (1 + each[2]))
-        found.append(one)
-        left = left - own
-    return found
+if __name__ == "__main__":
+    main()
