@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from upconv.cuda.cost import Cost, Work, cost, tile_clocks
 from upconv.cuda.gpu import LINE, RATES, SECTOR, Gpu
@@ -126,7 +126,7 @@ class Model:
 
     def blocks(self, t: AnyTiling) -> Blocks:
         """What a tiling's block and taps take, whatever its chunk."""
-        step = _sync_step(t) if isinstance(t, SyncTiling) else _warpgroup_step(t, self.straddling)
+        step = _step(t, self.straddling)
         of_position = (tile_clocks(step) - step.beside) * t.element / 32
         return Blocks(self.gpu, t.tiles, self.moved / self.gpu.bandwidth, self._endings(t), step.beside, of_position)
 
@@ -163,60 +163,79 @@ class Model:
         return seconds
 
 
-# --- what a chunk asks for -------------------------------------------------------------------------------------------
+# --- what steps of K multiply, and what a chunk of them asks for beside ----------------------------------------------
+
+
+def _sync_steps(t: SyncTiling, steps: int) -> dict[str, Any]:
+    """An mma.sync takes twice the clocks of its share of a wgmma."""
+    products = steps * t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
+    reads = steps * t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
+    return {
+        "instructions": products / 16,
+        "columns": 4.0 * products,
+        "waves": 1,
+        "moved": 0,
+        "fragments": 128 * reads * (1 if t.channels_last else 8 / t.element),
+        "beside": _SYNC_CHUNK,
+    }
 
 
 def _sync_chunk(t: SyncTiling) -> Work:
-    """An mma.sync takes twice the clocks of its share of a wgmma."""
-    products = t.k_steps * _products(t)
     ragged = 6.0 if t.channels_last and any(channels % t.vec for channels in t.channels) else 1.0  # by elements
-    return Work(
-        instructions=products / 16,
-        columns=4.0 * products,
-        waves=1,
-        moved=0,
-        stages=2,
-        lines=t.copied_units * ragged * _SYNC_COPIED / RATES.line,
-        shared=16.0 * t.copied_units,
-        fragments=t.k_steps * _fragment_bytes(t),
-        beside=_SYNC_CHUNK,
-    )
+    copied = t.copied_units * ragged * _SYNC_COPIED / RATES.line
+    return Work(**_sync_steps(t, t.k_steps), stages=2, lines=copied, shared=16.0 * t.copied_units)
 
 
-def _products(t: SyncTiling) -> int:
-    """Of a step of K."""
-    return t.warps * t.set_taps * (t.warp[0] // 16) * (t.warp[1] // 8) * (3 if t.promote else 1)
-
-
-def _fragment_bytes(t: SyncTiling) -> float:
-    """The same."""
-    reads = t.warps * (t.warp[0] + t.set_taps * t.warp[1] * _conflicts(t)) / 4
-    return 128 * reads * (1 if t.channels_last else 8 / t.element)
+def _warpgroup_steps(t: WarpgroupTiling, steps: int, conflicts: float, by_descriptor: bool) -> dict[str, Any]:
+    """``conflicts`` of fragments, unless all of them come by descriptor."""
+    fragments = steps * t.fragments_of_step * t.warpgroups
+    return {
+        "instructions": fragments,
+        "columns": _COLUMNS[t.element] * steps * t.entries * t.warpgroups * t.block[0],
+        "waves": 1,
+        "moved": 0,
+        "fragments": 2048 * fragments * conflicts,
+        "loads": 0.0 if by_descriptor else _loads(t) * fragments * 2 / t.warpgroups,
+        # Pixels that are turned have one buffer, so that the next chunk's box is asked for behind them.
+        "beside": _CHUNK + (RATES.latency if t.turned else 0.0),
+    }
 
 
 def _warpgroup_chunk(t: WarpgroupTiling, straddling: float) -> Work:
-    columns, fragments = t.k_steps * t.entries * t.warpgroups * t.block[0], t.fragments * t.warpgroups
+    multiplied = _warpgroup_steps(t, t.k_steps, _conflicts(t), t.a_shared)
     short = 0.0 if t.channels_last else _SHORT * (128 / t.segment - 1)
-    loads = 0.0 if t.a_shared else _loads(t)
     # A stage that descriptors read is given back a chunk late. A column of taps uses a fragment so long that copies are
     # never late.
     stages = t.stages - 1 if t.a_shared else 2 * t.stages if t.stacked else t.stages
     return Work(
-        instructions=fragments,
-        columns=_COLUMNS[t.element] * columns,
-        waves=1,
-        moved=0,
+        **multiplied,
         stages=stages,
         lines=_lines(t) * (straddling if t.box_g else 1.0),
         boxes=_boxes(t),
-        shared=32 * columns * short + t.g_units * 16 + t.x_bytes,
-        fragments=2048 * fragments * _conflicts(t),
-        loads=loads * fragments * 2 / t.warpgroups,
+        shared=32 * multiplied["columns"] / _COLUMNS[t.element] * short + t.g_units * 16 + t.x_bytes,
         chunks_turned=0.0 if t.box_g else 1.0,
         turned=t.raw_bytes / (128 * 32) * _TURNED if t.box_g else t.g_units / 128 * _COPIED,
         descriptors=t.a_shared,
-        beside=_beside(t),
     )
+
+
+def _step(t: AnyTiling, straddling: float) -> Work:
+    """The least of a step of K, whatever its chunk: what it multiplies, and what is copied of it without a halo."""
+    copied = 32.0 * (t.block[0] + _pixels_of_position(t) * t.block[1])
+    if isinstance(t, SyncTiling):
+        lines = copied / 16 * _SYNC_COPIED / RATES.line
+        return Work(**_sync_steps(t, 1), stages=math.inf, lines=lines, shared=copied)
+    conflicts = 4.0 / t.element if t.interleaved else _conflicts(t)
+    multiplied = _warpgroup_steps(t, 1, conflicts, t.channels_last and t.element == 2)
+    turned = t.block[0] / 128 * _TURNED if t.turned else 0.0
+    lines = copied / LINE * (straddling if t.aligned_g else 1.0)
+    return Work(**multiplied, stages=math.inf, lines=lines, shared=copied, turned=turned)
+
+
+def _pixels_of_position(t: AnyTiling) -> int:
+    """Pixels of g for each of x: taps of different residues modulo the stride share none."""
+    axes = zip(t.taps, t.steps, t.dilation)
+    return math.prod(min(taps, step // math.gcd(step, dilation)) for taps, step, dilation in axes)
 
 
 def _loads(t: WarpgroupTiling) -> float:
@@ -224,63 +243,6 @@ def _loads(t: WarpgroupTiling) -> float:
     if t.run_words:
         return 5 * t.run_words / t.run
     return 2.6 if t.channels_last and t.element == 2 else 20 / t.element
-
-
-def _beside(t: WarpgroupTiling) -> float:
-    """Pixels that are turned have one buffer, so that the next chunk's box is asked for behind them."""
-    return _CHUNK + (RATES.latency if t.turned else 0.0)
-
-
-# --- what a step of K asks for at least, whatever the chunk ----------------------------------------------------------
-
-
-def _sync_step(t: SyncTiling) -> Work:
-    products = _products(t)
-    pixels = 32 / t.element, _pixels_of_position(t) * 32 / t.element
-    units = sum(n * _units_of_pixel(t, channels) for n, channels in zip(pixels, t.block))
-    return Work(
-        instructions=products / 16,
-        columns=4.0 * products,
-        waves=1,
-        moved=0,
-        stages=math.inf,
-        lines=units * _SYNC_COPIED / RATES.line,
-        shared=16.0 * units,
-        fragments=_fragment_bytes(t),
-        beside=_SYNC_CHUNK,
-    )
-
-
-def _warpgroup_step(t: WarpgroupTiling, straddling: float) -> Work:
-    fragments, x_bytes = t.fragments_of_step * t.warpgroups, 32 * t.block[0]
-    pixels = _pixels_of_position(t) * 32 / t.element
-    units = pixels * _units_of_pixel(t, t.block[1])
-    line = max(0.5, t.g_width * t.element / LINE) / t.g_width if t.channels_last else t.element / LINE
-    by_threads = not (t.channels_last or t.aligned_g or t.classed)
-    return Work(
-        instructions=fragments,
-        columns=_COLUMNS[t.element] * t.entries * t.warpgroups * t.block[0],
-        waves=1,
-        moved=0,
-        stages=math.inf,
-        lines=(x_bytes / LINE + pixels * t.block[1] * line) * (straddling if t.aligned_g else 1.0),
-        shared=units * 16 + x_bytes,
-        fragments=2048 * fragments * (4.0 / t.element if t.interleaved else _conflicts(t)),
-        loads=0.0 if t.channels_last and t.element == 2 else _loads(t) * fragments * 2 / t.warpgroups,
-        turned=units / 128 * _COPIED if by_threads else x_bytes * t.turned / (128 * 32) * _TURNED,
-        beside=_beside(t),
-    )
-
-
-def _units_of_pixel(t: AnyTiling, channels: int) -> float:
-    """16-byte copies."""
-    return -(-channels // t.vec) if t.channels_last else channels / t.vec
-
-
-def _pixels_of_position(t: AnyTiling) -> int:
-    """Pixels of g for each of x: taps of different residues modulo the stride share none."""
-    axes = zip(t.taps, t.steps, t.dilation)
-    return math.prod(min(taps, step // math.gcd(step, dilation)) for taps, step, dilation in axes)
 
 
 def _conflicts(t: AnyTiling) -> float:
