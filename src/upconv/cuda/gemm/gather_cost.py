@@ -18,7 +18,6 @@ _START = 4400.0  # clocks of a launch until its first pixels are there
 _DRAIN = 300.0  # clocks of tensor cores that run dry behind a stretch of code
 _IEEE = 1.06  # matrix instructions for a fragment of IEEE float32: three for two, of which few wait
 _MMA_SYNC = 0.45  # of wgmma's rate: four warps read the same pixels
-_WEIGHT_LINES = 1.17  # a line of weights, which all blocks read, of one of pixels
 _TURNED = {1: 2.26, 2: 1.6}  # by parts: a producer's time for a unit of an NCHW chunk, of one that lies turned
 _COPY = 271.0  # clocks for a copy of 16 bytes by each producer, where rows are not aligned
 _OFF_UNITS = 4.0  # times as many where channels are not, since each element is a copy
@@ -82,7 +81,7 @@ def work(t: Tiling, p: Problem, gpu: Gpu) -> Work:
         stages=t.stages_p if t.channels_last else t.stages_s + 1,  # slots, and the tile beyond
         weight_steps=0.0 if t.resident else fragments / t.w_stage,
         weight_stages=max(1, t.ring_stages),
-        lines=chunks * lines + (weights * _WEIGHT_LINES + outputs) / LINE,
+        lines=chunks * lines + (weights + outputs) / LINE,
         boxes=chunks * boxes + (fragments / t.k_steps * t.weight_boxes if t.unpacked and not t.resident else 0.0),
         shared=columns * 32 + 2 * fragments * FRAGMENT + chunks * arriving * (1 if t.channels_last else 3),
         chunks_turned=chunks * chunks_turned,
