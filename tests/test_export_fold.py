@@ -161,6 +161,20 @@ def test_a_variable_is_a_number_only_where_that_is_as_wide(kind: str) -> None:
     assert (f"{kind} step = " in found) != kind.endswith("int")
 
 
+@pytest.mark.parametrize(
+    "declared",
+    ("const int& STEPS", "const int* STEPS", "const int* __restrict__ STEPS", "const int (&STEPS)[3]", "int STEPS[3]"),
+)
+def test_a_functions_parameter_is_no_constant_of_that_name(declared: str) -> None:
+    text = kernel(
+        "  return sum(a) + Stores<C>::of(a);",
+        f"static int sum({declared}) {{ return list(STEPS); }}\n",
+        other("Stores", "static int of(int a) { return a * STEPS; }\n"),
+    )
+    found = folded(text + "template <class C> constexpr int STEPS = C::steps;\n", steps=5)
+    assert f"sum({declared}) {{ return list(STEPS); }}" in found
+
+
 @pytest.mark.parametrize(("parameter", "use"), (("int STEPS", "list(STEPS)"), ("int... STEPS", "list(STEPS...)")))
 def test_a_templates_parameter_is_no_constant_of_that_name(parameter: str, use: str) -> None:
     text = kernel(

@@ -40,6 +40,7 @@ _FOUND = _CONSTANTS | {
     "parameter_list", "static_assert_declaration", "struct_specifier", "template_function", "template_type",
     "update_expression",
 }  # fmt: skip
+_NAME = re.compile(r"\b(?!__restrict__\b|const\b)[A-Za-z_]\w*")  # a parameter's, which may be "(&name)[3]"
 _QUERY = Query(_CUDA, f"[{' '.join(f'({one})' for one in sorted(_FOUND))}] @found")
 
 
@@ -124,7 +125,7 @@ class Tree:
         found: list[set[str]] = [set() for _ in self.structs]
         for n in self.nodes:
             if n.type.endswith("parameter_declaration") and (name := n.child_by_field_name("declarator")) is not None:
-                found[self.part(n)].add(self.text(name).lstrip(". "))
+                found[self.part(n)].update(_NAME.findall(self.text(name))[:1])
         return found
 
     @cached_property
