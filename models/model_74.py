@@ -2377,7 +2377,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
     whole = t.is_contiguous()
-    if multiple == 1 or (whole and t.shape[-1] % multiple == 0):
+    if multiple == 1 or (whole and t.shape[-1] == t.stride(-2) and t.shape[-1] % multiple == 0):
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
     wider = ceil(t.shape[-1], multiple) * multiple

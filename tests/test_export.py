@@ -568,6 +568,21 @@ def test_rows_of_every_width_are_served(width: int, faked: Callable[[Problem], d
     assert [t.data_ptr() for t in read["grad_weight"]] == both, "one copy is read by two kernels"
 
 
+def test_a_dimension_of_one_row_may_have_any_stride(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """PyTorch calls such tensors contiguous, but a tensor map of that stride reads other memory."""
+    p = parse_layer("64,64,(3,4),stride=(1,2),padding=1", "8x64x64x64").with_(precision="tf32")
+    module = faked(p)
+    model = module["ModelNew"]()
+    x, grad = (torch.randn(2, 1, 64, width).transpose(1, 2) for width in (32, 64))
+    assert x.is_contiguous() and x.stride(-2) == 64 * 32
+    with torch.no_grad():
+        model(x)
+    x.requires_grad_()
+    torch.autograd.grad(model(x), (x, *model.parameters()), grad)
+    strides = [[t.stride(-2) for t in read if t.dim() == 4 and len(t) == 2] for _, read in module["fake"].read]
+    assert strides == [[32], [32], [64], [32, 64]]
+
+
 @pytest.mark.parametrize(
     "precision,kernel,planned,longest,cut",
     (
