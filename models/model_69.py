@@ -49,6 +49,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import cpp_extension
 
 
@@ -2840,6 +2841,11 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
+def recorded() -> bool:
+    """Whether autograd looks at calls, for gradients or for derivatives in forward mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def dense(t: Tensor, multiple: int = 1) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes; or dense but for its rows, which begin a
     multiple of columns apart: at 16 bytes too, as the tensor copy engine wants them."""
@@ -2848,7 +2854,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
         t = t.contiguous(memory_format=FORMAT)
         return t.clone() if t.data_ptr() % 16 else t
     wider = ceil(t.shape[-1], multiple) * multiple
-    if whole and 0 < t.numel() < 2**31 and not torch.is_grad_enabled():
+    if whole and 0 < t.numel() < 2**31 and not recorded():
         out = t.new_empty((*t.shape[:-1], wider))[..., : t.shape[-1]]
         build(True).copy_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
         return out
@@ -2942,7 +2948,7 @@ class ConvTranspose(torch.autograd.Function):
         if ctx.layer[-1] and grad.shape[-1] % 4:
             grad = dense(grad, 4)  # once for both gradients
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
-        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward  # the second costs less
+        run = ConvTranspose.apply if recorded() else ConvTranspose.forward  # the second costs less
         by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
             run(None, w, y, None, ctx.layer) if by_x else None,
@@ -3034,6 +3040,6 @@ class ModelNew(nn.Module):
         fast = is_fast(x, weight.shape, layer.given)
         if fast and x.shape[-1] % 4:
             x = dense(x, 4)  # once for the forward and a gradient
-        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward
+        run = ConvTranspose.apply if recorded() else ConvTranspose.forward
         out = run(x, weight, None, bias, (x.shape[2:], weight.shape, layer.given, fast))
         return out.squeeze(0) if single else out

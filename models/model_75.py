@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils import cpp_extension
 
 
@@ -1315,6 +1316,11 @@ def is_fast(x: Tensor, shape, given: Arguments) -> bool:
     return fitting and max(x.shape[0], positions) < 2**30 and processors(x.get_device()) > 0
 
 
+def recorded() -> bool:
+    """Whether autograd looks at calls, for gradients or for derivatives in forward mode."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+
+
 def dense(t: Tensor) -> Tensor:
     """The tensor in the fast kernels' memory format, beginning at 16 bytes."""
     t = t.contiguous(memory_format=FORMAT)
@@ -1388,7 +1394,7 @@ class ConvTranspose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
-        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward  # the second costs less
+        run = ConvTranspose.apply if recorded() else ConvTranspose.forward  # the second costs less
         by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
             run(None, w, y, None, ctx.layer) if by_x else None,
@@ -1478,6 +1484,6 @@ class ModelNew(nn.Module):
             x = x.to(weight.dtype)
         check(x, weight, layer.given)
         fast = is_fast(x, weight.shape, layer.given)
-        run = ConvTranspose.apply if torch.is_grad_enabled() else ConvTranspose.forward
+        run = ConvTranspose.apply if recorded() else ConvTranspose.forward
         out = run(x, weight, None, bias, (x.shape[2:], weight.shape, layer.given, fast))
         return out.squeeze(0) if single else out

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from typer.testing import CliRunner
 
 import upconv
@@ -517,6 +518,22 @@ def test_torch_func_gives_gradients_of_rows_that_are_copied(
     x = torch.randn(2, 64, 12, width, requires_grad=True)
     found = torch.func.grad(lambda t: model(t).square().sum())(x.detach())
     torch.testing.assert_close(found, torch.autograd.grad(model(x).square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("width", (32, 33))
+def test_derivatives_in_forward_mode_are_refused_and_not_lost(
+    width: int, faked: Callable[[Problem], dict[str, Any]]
+) -> None:
+    """Also where gradients are not recorded, of inputs and of gradients."""
+    p = parse_layer("64,64,(3,4),stride=(1,2),padding=1", "8x64x64x64").with_(precision="tf32")
+    model = faked(p)["ModelNew"]()
+    x = torch.randn(2, 64, 12, width, requires_grad=True)
+    y = model(x)
+    with forward_ad.dual_level():
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="jvp"):
+            model(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+        with pytest.raises(NotImplementedError, match="jvp"):
+            torch.autograd.grad(y, x, forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
 
 
 def test_under_autocast_inputs_are_cast_to_the_weights_dtype(faked: Callable[[Problem], dict[str, Any]]) -> None:
