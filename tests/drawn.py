@@ -452,7 +452,7 @@ def choices(family: str, gpu: Gpu = H200, larger: int = 1) -> Iterator[tuple[Any
 CASES = Path(__file__).with_name("cases.json")
 """Each family's seeds of few cases, which this file writes as a program."""
 DRAWS, MOST_CASES = 300, 6
-MANY = {"gather": (2400, 90), "wgrad by wgmma": (700, 32), "wgrad by mma.sync": (300, 14)}
+MANY = {"gather": (2400, 90), "wgrad by wgmma": (700, 32), "wgrad by mma.sync": (300, 14), "batches": (300, 14)}
 """Of families with many modes more draws, and more cases of these."""
 CONSTANT = re.compile(r"static constexpr (?:bool|int) (\w+) = (true|false|-?\d+);")
 Mode = tuple[str, str]
