@@ -13,7 +13,7 @@ from torch import nn
 
 from measured import CPU, SHORT, command
 from upconv.bench import exported, report, suites, tables
-from upconv.export import check
+from upconv.export import check, source
 from upconv.export.command import Checked
 from upconv.export.signatures import init_arguments
 from upconv.modules import TRANSPOSED
@@ -45,6 +45,12 @@ CASES = suites.SUITES["kernelbench"]
 )
 def test_what_calls_pytorchs_convolution_is_refused(line: str, reason: str) -> None:
     assert reason in str(exported.refusal(f"import torch\nfrom torch import nn\n{line}\n"))
+
+
+@pytest.mark.parametrize("rank", (1, 2, 3))
+def test_files_of_other_layers_are_not_refused(rank: int) -> None:
+    """They have torch.nn's constructor in place of a problem's."""
+    assert exported.refusal(source(Problem.make(2, 4, 4, (9,) * rank, 3), "80", forward_only=True)) is None
 
 
 class Original(nn.Module):

