@@ -19,6 +19,7 @@ from upconv.cli import app
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 USING = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+PAGES = sorted(path for folder in ("docs", "models") for path in (ROOT / folder).glob("*.md"))
 CEILINGS = roofline.Ceilings(copy_bytes_per_s=4e12, matmul_flops_per_s={"tf32": 4e14, "ieee": 5e13})
 
 
@@ -90,14 +91,20 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (tmp_path / "model_57.py").exists() and len(commands(README)) == 3
 
 
-def test_the_other_page_s_commands_are_understood() -> None:
+def named(text: str) -> list[list[str]]:
+    """The words of each command of upconv's with options in a page's sentences."""
+    return [shlex.split(found)[1:] for found in re.findall(r"`(upconv [^`]+ --[^`]+)`", text)]
+
+
+def test_the_other_pages_commands_are_understood() -> None:
+    """Options that the program does not have are errors, also of commands in sentences."""
     group = typer.main.get_command(app)
-    for words in commands(USING):
-        group.make_context("upconv", [*words])
-        command: Any = group
-        while isinstance(command, typer.core.TyperGroup) and words and words[0] in command.commands:
-            command, words = command.commands[words[0]], words[1:]
-        command.make_context(command.name, [*words])
+    for text in (README, *(path.read_text(encoding="utf-8") for path in PAGES)):
+        for words in commands(text) + named(text):
+            command: Any = group
+            while isinstance(command, typer.core.TyperGroup) and words and words[0] in command.commands:
+                command, words = command.commands[words[0]], words[1:]
+            command.make_context(command.name, [*words])
     assert len(commands(USING)) > 8
 
 
