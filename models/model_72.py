@@ -1080,7 +1080,8 @@ static __device__ __forceinline__ Source source_of(const Tile& t, int chunk) {
 
 };
 
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+// Four float32 values of a unit, rounded to TF32.
+// What that leaves of them, rounded too, goes to the tile's second part.
 template <class C>
 __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
   using T = PixelTile<C>;
@@ -1476,8 +1477,8 @@ __device__ __forceinline__ void locate(const char* x, const typename T::Sizes& s
   }
 }
 
-// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all banks. `w`: as
-// `Slot::existing` has it. ALIGNED: every channel of a row has the same misalignment.
+// A slot's pixels to a tile's rows of C::ck channels, rounded: a lane takes a pixel, so that loads and stores meet all
+// banks. ALIGNED: every channel of a row has the same misalignment.
 template <bool ALIGNED>
 __device__ __forceinline__ void turn(int w, int chunk, u32 slot, u32 tile, int thread) const {
   const u32 exist = 4294967295;
@@ -1898,7 +1899,8 @@ static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+// Boxes of NCHW are no tiles yet.
+// Nor are others, which lie where the tile will.
 static constexpr int SLOTS = C::stages_s;
 using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
 using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
@@ -2575,7 +2577,7 @@ void copy_rows(const at::Tensor& from, const at::Tensor& to) {
 def build(fast: bool = True):
     """Compiles the fast or the plain kernels and loads them; PyTorch keeps what is compiled in its extensions' folder.
 
-    The first call of ModelNew does it by itself; it takes a minute or two. Plain ones are for the GPU that there is.
+    The first call of ModelNew does it by itself; it takes a minute. Plain ones are for the GPU that there is.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.

@@ -1220,7 +1220,7 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
 def build(fast: bool = True):
     """Compiles the fast or the plain kernels and loads them; PyTorch keeps what is compiled in its extensions' folder.
 
-    The first call of ModelNew does it by itself; it takes a minute or two. Plain ones are for the GPU that there is.
+    The first call of ModelNew does it by itself; it takes a minute. Plain ones are for the GPU that there is.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.

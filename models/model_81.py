@@ -710,7 +710,7 @@ static __device__ __forceinline__ Row row_of(const Source& at, int segment) {
 }
 };
 
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+// Four float32 values of a unit, rounded to TF32.
 template <class C>
 __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
   u32 hi[4];
@@ -1787,7 +1787,7 @@ static constexpr bool DRAINED = false;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+// Boxes of NCHW are no tiles yet.
 static constexpr int SLOTS = C::stages_s;
 using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
 using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;
@@ -2189,8 +2189,7 @@ struct Step {
   u32 x;                                   // where it begins in x's tile
 };
 
-// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
-// the rows of g with this remainder by step_h.
+// Step `k_step` of a chunk's positions, a strip of 8.
 static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
   Step step;
 #pragma unroll
@@ -2623,7 +2622,7 @@ void copy_rows(const at::Tensor& from, const at::Tensor& to) {
 def build(fast: bool = True):
     """Compiles the fast or the plain kernels and loads them; PyTorch keeps what is compiled in its extensions' folder.
 
-    The first call of ModelNew does it by itself; it takes a minute or two. Plain ones are for the GPU that there is.
+    The first call of ModelNew does it by itself; it takes a minute. Plain ones are for the GPU that there is.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.

@@ -12,6 +12,7 @@ from upconv.export.comments import fitting
     (
         ("// Of `rows`, as sizes.", "// Of `rows`, as sizes."),
         ("// Of `other`, as sizes.", ""),
+        ("// Of `rows::other(row)`, as sizes.", ""),
         ("// It counts. Kernels with `other` divide.", "// It counts."),
         ("// It counts (tiles.cuh).", "// It counts."),
         ("// It counts, see tiles.cuh.", "// It counts."),

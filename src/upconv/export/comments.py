@@ -12,8 +12,8 @@ _TAGGED = re.compile(r"^([ \t]*)// \[([\w .]+)\] (.*\n(?:\1// (?! *\[|  )\S.*\n)
 """A comment for kernels with a flag, up to the next such comment or item of a list; `[library]` is for nobody's."""
 _BLOCK = re.compile(r"(?:^[ \t]*//(?! ?-|//)[^\n]*\n)+", re.MULTILINE)
 _BEHIND = re.compile(r"[ \t]*//(?! ?-)[^\n]*$", re.MULTILINE)
-_NAMED = re.compile(r"`([A-Za-z_]\w*)[^`]*`|(\w+\.(?:cuh?|py)\b)")
-"""A name in code, or a file."""
+_NAMED = re.compile(r"`([A-Za-z_]\w*)(?:::(\w+))?[^`]*`|(\w+\.(?:cuh?|py)\b)")
+"""A name in code, with its member's, or a file."""
 _SEE = re.compile(r",? (?:see [\w/]+\.(?:cuh?|py)|\([\w/]+\.(?:cuh?|py)\))(?=[.;,:]|$)", re.MULTILINE)
 
 
@@ -46,5 +46,5 @@ def _fitting_block(block: str, names: set[str]) -> str:
 
 
 def _foreign(comment: str, names: set[str]) -> bool:
-    found = (one for two in _NAMED.findall(comment) for one in two if one)
-    return any("." in one or one not in names for one in found)
+    every = (one for found in _NAMED.findall(comment) for one in found if one)
+    return any("." in one or one not in names for one in every)

@@ -49,7 +49,7 @@ FAST = r"""
 def build(fast: bool = True):
     """Compiles the fast or the plain kernels and loads them; PyTorch keeps what is compiled in its extensions' folder.
 
-    The first call of ModelNew does it by itself; it takes a minute or two. Plain ones are for the GPU that there is.
+    The first call of ModelNew does it by itself; it takes a minute. Plain ones are for the GPU that there is.
 
     Raises:
         RuntimeError: one sentence on what is missing, or the compiler's messages.

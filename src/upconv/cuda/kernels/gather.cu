@@ -47,7 +47,8 @@ static constexpr bool DRAINED = C::store == STORE_BOXES;
 
 // --- shared memory ----------------------------------------------------------------------------------------------------
 
-// Boxes that are no tiles yet: NCHW's, and IEEE's, which lie where the tile will.
+// Boxes of NCHW are no tiles yet.
+// [IEEE] Nor are others, which lie where the tile will.
 static constexpr int SLOTS = !C::channels_last ? C::stages_s : G::BOX && !G::DIRECT_BOX ? C::stages_p : 0;
 using Pixels = RingOf<C::stages_p, G::STAGE_BYTES>;
 using Slots = RingOf<SLOTS, C::channels_last ? 0 : BoxesOf<C>::BYTES>;

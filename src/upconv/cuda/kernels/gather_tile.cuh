@@ -102,7 +102,8 @@ static __device__ __forceinline__ Row row_of(const Source& at, int segment) {
 }
 };
 
-// Four float32 values of a unit, rounded to TF32; IEEE's second part goes to the tile's second part.
+// Four float32 values of a unit, rounded to TF32.
+// [IEEE] What that leaves of them, rounded too, goes to the tile's second part.
 template <class C>
 __device__ __forceinline__ void store_parts(u32 to, const u32 (&v)[4]) {
   using T = PixelTile<C>;

@@ -78,8 +78,9 @@ struct Step {
   u32 x;                                   // where it begins in x's tile
 };
 
-// Step `k_step` of a chunk's positions: a strip of 8, or two of 16-bit types. Stacked, where all rows of a column follow each other: by
-// the rows of g with this remainder by step_h.
+// Step `k_step` of a chunk's positions, a strip of 8.
+// [16 bits] It is two strips.
+// [stacked] All rows of a column follow each other: by the rows of g with this remainder by step_h.
 static __device__ __forceinline__ Step step_of(int k_step, int remainder = 0) {
   if constexpr (C::stacked) k_step = k_step % T::Q_ROWS * T::OF_ROW + k_step / T::Q_ROWS;
   Step step;

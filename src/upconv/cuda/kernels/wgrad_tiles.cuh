@@ -76,8 +76,9 @@ static __device__ __forceinline__ Class class_of(int row, int channel, const typ
 
 // --- steps of K --------------------------------------------------------------------------------------------------------
 
-// A matrix instruction takes 32 bytes of K: a strip of 8 columns, or two of 16-bit types. Steps are unrolled in parts, which differ by an
-// offset: some whole rows of positions or a part of one; stacked some columns of all rows.
+// A matrix instruction takes 32 bytes of K, a strip of 8 columns. Steps are unrolled in parts, which differ by an offset: some whole rows
+// of positions or a part of one; stacked some columns of all rows.
+// [16 bits] It takes two strips.
 static constexpr int OF_ROW = C::tile_w * ELEMENT / 32;
 static constexpr int PARTS = S::Q_ROWS * C::tile_w * ELEMENT / 32 / C::unrolled;
 static constexpr int FRAGMENTS = S::NARROW && !LAST && C::warpgroups == 3 ? 2 : 3;  // in flight; a third spills there
