@@ -349,7 +349,7 @@ SMALL = parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float64, precision="fp
 
 
 class FakeExtension:
-    """Computes a file's passes by the reference, and notes what they read."""
+    """Computes a file's passes by the reference, unknown to autograd, and notes what they read."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
@@ -361,17 +361,21 @@ class FakeExtension:
         self.read.append((name, read))
         return self.p.with_(batch=len(x), size=tuple(x.shape[2:]))
 
+    @torch.no_grad()
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *_: Any) -> None:
         """Results may be in the first columns of wider memory."""
         found = reference.forward(self.noted("forward", x, x, weight), x, weight, bias)
         out[..., : found.shape[-1]] = found
 
+    @torch.no_grad()
     def grad_input(self, grad: Tensor, weight: Tensor, out: Tensor, *_: Any) -> None:
         out.copy_(reference.gradients(self.noted("grad_input", out, grad, weight), grad, out, weight)[0])
 
+    @torch.no_grad()
     def grad_weight(self, x: Tensor, grad: Tensor, out: Tensor, *_: Any) -> None:
         out.copy_(reference.gradients(self.noted("grad_weight", x, x, grad), grad, x, out)[1])
 
+    @torch.no_grad()
     def copy_rows(self, t: Tensor, out: Tensor) -> None:
         assert t.is_contiguous() and t.numel() and not t.is_neg(), "the kernel reads memory as it is"
         out.copy_(t)
