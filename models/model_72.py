@@ -2446,8 +2446,8 @@ struct GradWeight {
   static constexpr bool channels_last = false;
 };
 
-// Rows of so many columns, copied to where each has so many units of 16 bytes. A thread stores a unit.
-__global__ void copy_rows(const u32* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
+// Copies rows of so many columns to longer ones of so many 16-byte units, padded with zeros. A thread stores a unit.
+__global__ void pad_rows(const u32* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
   const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / units, column = i % units * 4;
   if (i >= total) return;
   union { u32 values[4]; uint4 all; } unit = {};
@@ -2563,10 +2563,10 @@ void grad_weight(const at::Tensor& x, const at::Tensor& grad, const at::Tensor& 
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void copy_rows(const at::Tensor& from, const at::Tensor& to) {
+void pad_rows(const at::Tensor& from, const at::Tensor& to) {
   const c10::cuda::CUDAGuard guard(from.device());
   const unsigned columns = from.size(-1), units = to.stride(-2) / 4, total = from.numel() / columns * units;
-  kernels::copy_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+  kernels::pad_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
       of(from), of(to), columns, units, total);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -2690,7 +2690,7 @@ def dense(t: Tensor, multiple: int = 1) -> Tensor:
     wider = ceil(t.shape[-1], multiple) * multiple
     if whole and 0 < t.numel() < 2**31 and not recorded():
         out = t.new_empty((*t.shape[:-1], wider))[..., : t.shape[-1]]
-        build(True).copy_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
+        build(True).pad_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
         return out
     for row in (t.stride(-2), wider):
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))

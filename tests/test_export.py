@@ -376,7 +376,7 @@ class FakeExtension:
         out.copy_(reference.gradients(self.noted("grad_weight", x, x, grad), grad, x, out)[1])
 
     @torch.no_grad()
-    def copy_rows(self, t: Tensor, out: Tensor) -> None:
+    def pad_rows(self, t: Tensor, out: Tensor) -> None:
         assert t.is_contiguous() and t.numel() and not t.is_neg(), "the kernel reads memory as it is"
         out.copy_(t)
 

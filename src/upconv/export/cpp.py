@@ -107,8 +107,8 @@ _OF_TENSOR = dedent(
 )
 
 COPY_KERNEL = """\
-// Rows of so many columns, copied to where each has so many units of 16 bytes. A thread stores a unit.
-__global__ void copy_rows(const @BITS@* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
+// Copies rows of so many columns to longer ones of so many 16-byte units, padded with zeros. A thread stores a unit.
+__global__ void pad_rows(const @BITS@* __restrict__ from, uint4* __restrict__ to, u32 columns, u32 units, u32 total) {
   const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / units, column = i % units * @EACH@;
   if (i >= total) return;
   union { @BITS@ values[@EACH@]; uint4 all; } unit = {};
@@ -118,10 +118,10 @@ __global__ void copy_rows(const @BITS@* __restrict__ from, uint4* __restrict__ t
 """
 """PyTorch's copy takes up to twice as long."""
 _COPY = """\
-void copy_rows(const at::Tensor& from, const at::Tensor& to) {
+void pad_rows(const at::Tensor& from, const at::Tensor& to) {
   const c10::cuda::CUDAGuard guard(from.device());
   const unsigned columns = from.size(-1), units = to.stride(-2) / @EACH@, total = from.numel() / columns * units;
-  kernels::copy_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
+  kernels::pad_rows<<<(total + 255) / 256, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
       of(from), of(to), columns, units, total);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -348,7 +348,7 @@ ROWS = '''def dense(t: Tensor, multiple: int = 1) -> Tensor:
     wider = ceil(t.shape[-1], multiple) * multiple
     if whole and 0 < t.numel() < 2**31 and not recorded():
         out = t.new_empty((*t.shape[:-1], wider))[..., : t.shape[-1]]
-        build(True).copy_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
+        build(True).pad_rows(t.resolve_neg(), out)  # is faster than PyTorch's copy, and unknown to autograd
         return out
     for row in (t.stride(-2), wider):
         strides = tuple(math.prod((*t.shape[1:-1], row)[i:]) for i in range(t.dim()))
