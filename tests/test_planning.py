@@ -147,7 +147,7 @@ def test_the_weight_search_finds_what_a_look_at_all_tilings_does(gpu: Gpu) -> No
         kind = type(found.tiling)
         every = [t for t in wgrad_search.candidates(p, gpu) if isinstance(t, kind)][::5]
         model = wgrad_costs.Model(p, gpu)
-        assert found.seconds <= 1.05 * min(_seconds(model, t) for t in every)
+        assert found.seconds <= min(_seconds(model, t) for t in every)
         cost = model.cost(found.tiling, found.splits)
         assert cost.seconds == pytest.approx(found.seconds, rel=1e-9)
         looked += len(every)

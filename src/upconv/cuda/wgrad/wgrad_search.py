@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
 from operator import itemgetter
@@ -19,13 +17,12 @@ from upconv.cuda.gpu import Gpu
 from upconv.cuda.wgrad.wgrad_costs import AnyTiling, Blocks, Model
 from upconv.cuda.wgrad.wgrad_tiling import WARPS, Chunk, SyncTiling, counts
 from upconv.cuda.wgrad.wgrad_warpgroups import WarpgroupTiling
-from upconv.derived import derived, settled, varied
+from upconv.derived import settled, varied
 from upconv.problem import Problem, Triple, triple
 
 _ACCUMULATORS = 144  # registers of a thread of the mma.sync kernel; beside them fragments and addresses
 _MOST_WIDTH = 160  # input channels of a block that needs two accumulators of 64 rows
 _GAPLESS = 64, 96, 128, 192, 256  # positions of such chunks
-_TYPICAL, _KEPT = 8, 8  # chunks by which blocks with their taps are compared, and how many of these then have all
 
 Boxed = tuple[Chunk, Chunk | None]
 """Fields of a tiling: `tile` and `box`."""
@@ -37,12 +34,6 @@ class Found(NamedTuple):
     seconds: float
     splits: int
     tiling: AnyTiling
-
-
-Timed = tuple[float, int, int, AnyTiling]
-"""Seconds, the place of its chunk among a base's, splits, and the tiling."""
-Bounded = tuple[float, int, Boxed]
-"""Seconds that it takes at least, and the place of a chunk."""
 
 
 def refusal(p: Problem, gpu: Gpu) -> str | None:
@@ -72,96 +63,37 @@ def best(p: Problem, gpu: Gpu, general: bool = False) -> Found | None:
 
 
 def _best(p: Problem, gpu: Gpu, bases: Iterable[AnyTiling], general: bool) -> Found | None:
-    """By few chunks the best blocks with their taps, and of these by all chunks the best tiling.
-
-    What takes longer than those that were found, whatever of it overlaps (`Blocks`), is not looked at.
-    """
-    search = _Search(p, gpu, general)
-    looked: list[tuple[float, int, Timed, _Base, list[Bounded]]] = []
-    every = [search.base(i, settled(base, "problem", "block", "taps")) for i, base in enumerate(bases)]
-    for base in sorted(every, key=itemgetter(0)):
-        most = looked[_KEPT - 1][0] if len(looked) >= _KEPT else math.inf
-        if base.least > most:
+    """Tilings in the order of the least that each may take; none that takes longer than the best so far is made."""
+    model, covered = Model(p, gpu, general), _covered(p)
+    every: list[tuple[float, int, int, AnyTiling, Blocks, Boxed]] = []
+    for place, base in enumerate(bases):
+        blocks, halo = model.blocks(settled(base, "problem", "block", "taps")), base.halo
+        for i, chunk in enumerate(_chunks(p, base, general)):
+            every.append((blocks.least(*covered(chunk[1] or chunk[0], halo)), place, i, base, blocks, chunk))
+    fastest, best = (math.inf, 0, 0), None
+    for least, place, i, base, blocks, chunk in sorted(every, key=itemgetter(0, 1, 2)):
+        if least > fastest[0]:
             break
-        step = max(1, len(base.chunks) // _TYPICAL)
-        some, others = base.chunks[::step], [chunk for chunk in base.chunks if chunk[1] % step]
-        one = search.cheapest(base, some, most)
-        if one is None and (most == math.inf or not search.fits(base, some)):
-            one, others = search.cheapest(base, others, most), []
-        if one is not None:
-            insort(looked, (one[0], base.place, one, base, others), key=itemgetter(0, 1))
-    best: Timed | None = None
-    for _, _, one, base, others in looked[:_KEPT]:
-        more = search.cheapest(base, others, one[0] if best is None else min(one[0], best[0]))
-        found = min(filter(None, (one, more)), key=itemgetter(0, 1))
-        if best is None or found[0] < best[0]:
-            best = found
-    return None if best is None else Found(best[0], best[2], best[3])
+        number, positions = covered(chunk[1] or chunk[0], base.halo)
+        clocks = blocks.of_chunk + blocks.of_position * (positions // number)
+        if best is not None and blocks.fastest(number, clocks)[0] > fastest[0]:
+            continue
+        if (t := _tiling(p, gpu, base, chunk, general)) is not None:
+            seconds, splits = blocks.fastest(number, model.clocks(t))
+            if (seconds, place, i) < fastest:
+                fastest, best = (seconds, place, i), Found(seconds, splits, t)
+    return best
 
 
-class _Base(NamedTuple):
-    """A block with its taps."""
+def _covered(p: Problem) -> Callable[[Chunk, int], tuple[int, int]]:
+    """Of a chunk and a halo so many chunks, and the positions of all of them."""
 
-    least: float
-    """Seconds that all chunks take at least."""
-    place: int
-    tiling: AnyTiling
-    blocks: Blocks
-    chunks: list[Bounded]
+    @cache  # of tens of blocks for each
+    def found(chunk: Chunk, halo: int) -> tuple[int, int]:
+        number = math.prod(counts(p, chunk, halo))
+        return number, number * math.prod(chunk)
 
-
-@dataclass(frozen=True)
-class _Search:
-    """Of a problem's tilings."""
-
-    p: Problem
-    gpu: Gpu
-    general: bool
-
-    @derived
-    def model(self) -> Model:
-        return Model(self.p, self.gpu, self.general)
-
-    @derived
-    def covered(self) -> Callable[[Chunk, int], tuple[int, int]]:
-        """Of a chunk and a halo so many chunks, and the positions of all of them."""
-
-        @cache  # of tens of blocks for each
-        def found(chunk: Chunk, halo: int) -> tuple[int, int]:
-            number = math.prod(counts(self.p, chunk, halo))
-            return number, number * math.prod(chunk)
-
-        return found
-
-    def base(self, place: int, t: AnyTiling) -> _Base:
-        blocks, every, halo = self.model.blocks(t), _chunks(self.p, t, self.general), t.halo
-        leasts = (blocks.least(*self.covered(box or tile, halo)) for tile, box in every)
-        chunks = [(least, i, chunk) for i, (least, chunk) in enumerate(zip(leasts, every))]
-        return _Base(min(chunks)[0], place, t, blocks, chunks)
-
-    def tiling(self, base: _Base, chunk: Boxed) -> AnyTiling | None:
-        return _tiling(self.p, self.gpu, base.tiling, chunk, self.general)
-
-    def fits(self, base: _Base, chunks: list[Bounded]) -> bool:
-        """Whether one of the chunks does."""
-        return any(self.tiling(base, chunk) is not None for _, _, chunk in chunks)
-
-    def cheapest(self, base: _Base, chunks: list[Bounded], most: float) -> Timed | None:
-        """The tiling of one of the chunks; none where all take more seconds than ``most``."""
-        found: Timed | None = None
-        blocks, halo = base.blocks, base.tiling.halo
-        for least, i, chunk in sorted(chunks, key=itemgetter(0)):
-            if least > most:
-                break
-            number, positions = self.covered(chunk[1] or chunk[0], halo)
-            clocks = blocks.of_chunk + blocks.of_position * (positions // number)
-            if most < math.inf and blocks.fastest(number, clocks)[0] > most:
-                continue
-            if (t := self.tiling(base, chunk)) is not None:
-                seconds, splits = blocks.fastest(number, self.model.clocks(t))
-                if seconds <= most and (found is None or (seconds, i) < found[:2]):
-                    found, most = (seconds, i, splits, t), seconds
-        return found
+    return found
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
