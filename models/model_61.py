@@ -11,8 +11,8 @@ ModelNew has the constructor, the parameters (equal under a seed) and the state_
 forward, first and second gradients.
 
 Constraints:
-- The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
+- The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels, which are slow,
+  serve other arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
   ask for IEEE float32 at the forward, the plain kernels compute, its gradients too.
@@ -33,7 +33,7 @@ A block of the forward:
   weights -> packed -> ring of 5 stages ----------------------------------------+-> result
   Roles: a thread that loads rows, one that loads weights, two warps that join, two warpgroups that multiply.
 
-Measured by `upconv bench --suite kernelbench --as-exported`.
+Its times are in docs/founding-models.md of upconv, measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ ModelNew has the constructor, the parameters (equal under a seed) and the state_
 forward, first and second gradients.
 
 Constraints:
-- The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels serve other
-  arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
+- The fast kernels serve this layer with torch.float32 on CUDA devices of sm_90a. Plain kernels, which are slow,
+  serve other arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps
   float32's accuracy; PyTorch's kernel for these groups is IEEE float32 whatever its TF32 flag says, so these are.
@@ -30,7 +30,7 @@ A block of the forward:
   weights -> shared memory -> registers -----------------+-> result
   Roles: all threads alike.
 
-Measured by `upconv bench --suite kernelbench --as-exported`.
+Its times are in docs/founding-models.md of upconv, measured by `upconv bench --suite kernelbench --as-exported`.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...], 
         "ModelNew has the constructor, the parameters (equal under a seed) and the state_dict of the original, and"
         f" computes {computes}.",
         "Constraints:",
-        f"- The fast kernels serve this layer with {p.dtype} on CUDA devices of sm_{gpu.arch}. Plain kernels serve"
-        " other arguments and dtypes, and other devices from sm_70 on. A reader begins with these.",
+        f"- The fast kernels serve this layer with {p.dtype} on CUDA devices of sm_{gpu.arch}. Plain kernels, which are"
+        " slow, serve other arguments and dtypes, and other devices from sm_70 on. A reader begins with these.",
         "- nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.",
         f"- Values: {multiplied}.",
         f"- Tensors are copied to the {layout} memory format where needed{rows}. Results are {layout}.",
@@ -62,7 +62,7 @@ def head(p: Problem, signature: Signature, gpu: Gpu, found: tuple[Kernel, ...], 
         f" {' x '.join(map(str, p.input_shape))} on an {gpu.name}:",
         *(f"- {_PASSES[k.pass_]}: {k.choice.summary.rsplit(', grid', 1)[0]}." for k in found),
         *(f"{_DRAWN}{_PASSES[k.pass_]}:\n{_picture(k)}" for k in found[:1] if _drawn(k)),
-        f"Measured by `{signature.measured}`.",
+        signature.measured,
     ]
     lines: list[str] = []
     for text in paragraphs:

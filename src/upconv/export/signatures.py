@@ -25,7 +25,7 @@ class Signature:
     title: str
     """What the file is, to begin its first sentence."""
     measured: str
-    """The command that measures it."""
+    """How fast it is, or how that is measured, in a sentence."""
 
     @property
     def attribute(self) -> str:
@@ -106,7 +106,8 @@ def kernelbench(number: int, p: Problem) -> Signature:
             "\n\n    As in the original, output_padding is not handed on to the layer; the benchmark's sixth argument,"
             "\n    meant as groups, lands there.\n    "
         )
-    measured = "upconv bench --suite kernelbench --as-exported"
+    command = "upconv bench --suite kernelbench --as-exported"
+    measured = f"Its times are in docs/founding-models.md of upconv, measured by `{command}`."
     title = f"KernelBench level 1, problem {number}"
     return Signature(p.rank, tuple(parameters), tuple(handed), doc, title, measured)
 
@@ -148,5 +149,5 @@ def layer(p: Problem) -> Signature:
     handed = tuple((name, name) for name, _, _ in values[2:])
     # Without the name of its module, which KernelBench's static check would take for a call.
     doc = f"ConvTranspose{p.rank}d's arguments; the defaults are the layer's."
-    measured = 'upconv export --layer "..." --check'
+    measured = 'Measured by `upconv export --layer "..." --check`.'
     return Signature(p.rank, parameters, handed, doc, str(p).split(" on ")[0], measured)
