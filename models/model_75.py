@@ -1393,13 +1393,14 @@ class ConvTranspose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        *layer, fast = ctx.layer
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
         run = ConvTranspose.apply if recorded() else ConvTranspose.forward  # the second costs less
         by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
-            run(None, w, y, None, ctx.layer) if by_x else None,
-            run(x, None, y, None, ctx.layer) if by_w else None,
-            run(x, w, None, None, ctx.layer) if by_y else None,
+            run(None, w, y, None, (*layer, fast)) if by_x else None,
+            run(x, None, y, None, (*layer, fast)) if by_w else None,
+            run(x, w, None, None, (*layer, fast)) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
             None,
         )

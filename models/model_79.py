@@ -15,7 +15,7 @@ Constraints:
   serve other arguments and dtypes, and other devices from sm_70 on. A reader begins with these.
 - nvcc, a C++ compiler and ninja are needed at the first call, which takes a minute.
 - Values: float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags
-  ask for IEEE float32 at the forward, the plain kernels compute, its gradients too.
+  ask for IEEE float32, the plain kernels compute.
 - Tensors are copied to the contiguous memory format where needed; so are those whose rows are no multiple of 4
   columns. Results are contiguous.
 - Results are bit-equal from run to run. Under torch.autocast they have the weights' dtype.
@@ -2571,13 +2571,15 @@ class ConvTranspose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        *layer, fast = ctx.layer
+        fast = fast and rounds_to_tf32()  # PyTorch's own gradients ask the flags again
         x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
         run = ConvTranspose.apply if recorded() else ConvTranspose.forward  # the second costs less
         by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
-            run(None, w, y, None, ctx.layer) if by_x else None,
-            run(x, None, y, None, ctx.layer) if by_w else None,
-            run(x, w, None, None, ctx.layer) if by_y else None,
+            run(None, w, y, None, (*layer, fast)) if by_x else None,
+            run(x, None, y, None, (*layer, fast)) if by_w else None,
+            run(x, w, None, None, (*layer, fast)) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
             None,
         )

@@ -436,6 +436,20 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem], dict[str, Any]
     return make
 
 
+def test_flags_are_asked_again_for_gradients(faked: Callable[[Problem], dict[str, Any]]) -> None:
+    """A forward in TF32 has gradients in IEEE float32 where the flags then ask for these, as PyTorch's has."""
+    module = faked(parse_layer("4,6,3", "2x4x5x6").with_(dtype=torch.float32, precision="tf32"))
+    x, wanted = torch.randn(2, 4, 5, 6, requires_grad=True), []
+    for flags in ("tf32", "ieee"):
+        with precision_flags("tf32"):
+            out = module["ModelNew"]()(x)
+        with precision_flags(flags):
+            out.sum().backward()
+        wanted.append([name for name, _ in module["fake"].read])
+        module["fake"].read.clear()
+    assert wanted == [["forward", "grad_input", "grad_weight"], ["forward"]]
+
+
 @pytest.mark.parametrize("text", ("4,6,3,2,1,output_padding=1,groups=2", "3,2,(2,3),bias=False"))
 def test_first_and_second_gradients(text: str, faked: Callable[[Problem], dict[str, Any]]) -> None:
     p = parse_layer(text, f"2x{text[0]}x3x4").with_(dtype=torch.float64, precision="fp64")

@@ -17,7 +17,7 @@ from upconv.problem import Problem
 _MULTIPLIED = {
     "tf32": (
         "float32, rounded to TF32 (nearest even) for tensor cores, as PyTorch's defaults have it; where its flags ask"
-        " for IEEE float32 at the forward, the plain kernels compute, its gradients too"
+        " for IEEE float32, the plain kernels compute"
     ),
     "ieee": (
         "float32, multiplied as such or, on tensor cores, as two TF32 parts in three products, which keeps float32's"

@@ -11,6 +11,7 @@ from upconv.export.head import head
 from upconv.export.passes import Kernel
 from upconv.export.signatures import Signature
 from upconv.export.template import (
+    ASKED,
     AUTOGRAD,
     CALLS,
     CUT,
@@ -64,6 +65,7 @@ def program(p: Problem, signature: Signature, gpu: Gpu, forward_only: bool = Fal
         ),
         **_shared(found),
         "TF32": TF32 if by_flags else "",
+        "ASKED": ASKED if by_flags else "",
         "FLAGS": " and rounds_to_tf32()" if by_flags else "",
         "MODEL": signature.model().rstrip("\n"),
         "ATTRIBUTE": signature.attribute,

@@ -273,13 +273,14 @@ AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-@SHARED_GRAD@        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
+        *layer, fast = ctx.layer
+@ASKED@@SHARED_GRAD@        x, w, y = (grad if t is None else t for t in ctx.saved_tensors)
         run = ConvTranspose.apply if recorded() else ConvTranspose.forward  # the second costs less
         by_x, by_w, by_y, by_bias, _ = ctx.needs_input_grad
         return (
-            run(None, w, y, None, ctx.layer) if by_x else None,
-            run(x, None, y, None, ctx.layer) if by_w else None,
-            run(x, w, None, None, ctx.layer) if by_y else None,
+            run(None, w, y, None, (*layer, fast)) if by_x else None,
+            run(x, None, y, None, (*layer, fast)) if by_w else None,
+            run(x, w, None, None, (*layer, fast)) if by_y else None,
             grad.sum((0, *range(2, grad.dim()))) if by_bias else None,
             None,
         )
@@ -288,7 +289,9 @@ AUTOGRAD = '''class ConvTranspose(torch.autograd.Function):
 SHARED_X = """        if fast and x.shape[-1] % @MULTIPLE@:
             x = dense(x, @MULTIPLE@)  # once for the forward and a gradient
 """
-SHARED_GRAD = """        if ctx.layer[-1] and grad.shape[-1] % @MULTIPLE@:
+ASKED = """        fast = fast and rounds_to_tf32()  # PyTorch's own gradients ask the flags again
+"""
+SHARED_GRAD = """        if fast and grad.shape[-1] % @MULTIPLE@:
             grad = dense(grad, @MULTIPLE@)  # once for both gradients
 """
 
