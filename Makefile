@@ -31,7 +31,7 @@ bench: $(SETUP)  ## our speed against PyTorch's on this machine: a table, out/be
 	@$(RUN) -m upconv bench --json out/bench.json --plot out/bench.png
 
 test: $(SETUP)  ## the whole test suite; what needs a GPU is skipped without one
-	@$(RUN) -m pytest -q -n auto
+	@$(RUN) -m pytest -q -n auto --dist worksteal
 
 lint: $(SETUP)
 	@$(RUN) -m ruff format --check .
