@@ -342,6 +342,19 @@ def other_sizes() -> str:
     return of(found, ["size", "forward", "lowest", "forward and gradients", "lowest"], rows, 1)
 
 
+def checkouts() -> str:
+    """How commits of upconv did beside others; a ratio is the other's time over the commit's."""
+    rows = []
+    for path in sorted((RESULTS / "checkouts").glob("*.json")):
+        found = load(f"checkouts/{path.stem}")
+        timed: list[Row] = [row for row in found["rows"] if "ratio" in row]
+        lowest = min(timed, key=lambda row: float(row["ratio"]))
+        link = f"[{path.stem}](../benchmarks/results/checkouts/{path.name})"
+        counts = [str(len(timed)), times(mean(timed)), f"{lowest['row']} {times(lowest['ratio'])}"]
+        rows.append([link, found["commit"][:7], found["old"][:7], *counts])
+    return table(["report", "commit", "against", "rows", "mean", "lowest"], rows, 3)
+
+
 # --- the pages -------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +364,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "training": lambda: as_shown("h200-training"),
     "exported": lambda: as_shown("h200-exported"),
     "sizes": other_sizes,
+    "checkouts": checkouts,
     "curves": lambda: curves.stated(load("h200-curves")),
 }  # fmt: skip
 
