@@ -261,8 +261,6 @@ template <int N> __device__ __forceinline__ void copy_wait() { asm volatile("cp.
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Loads ahead of it are under way before what follows. Else ptxas may put each of many loads ahead of its own use, and all wait.
-__device__ __forceinline__ void loads_ahead() { __syncwarp(__activemask()); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
@@ -270,6 +268,8 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
 }
 // Integers. Macros, since by references the compiler keeps variables in another order.
 #define OPAQUE(a) asm volatile("" : "+r"(a))
+// Loads ahead of it are under way before what follows. Else ptxas may put each of many loads ahead of its own use, and all wait.
+__device__ __forceinline__ void loads_ahead() { __syncwarp(__activemask()); }
 
 // --- numbers ----------------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ __global__ void pad_rows(const @BITS@* __restrict__ from, uint4* __restrict__ to
   to[i] = unit.all;
 }
 """
-"""PyTorch's copy takes up to twice as long."""
+"""A file has it since PyTorch's copy of such rows is slower (docs/experiments.md)."""
 _COPY = """\
 void pad_rows(const at::Tensor& from, const at::Tensor& to) {
   const c10::cuda::CUDAGuard guard(from.device());

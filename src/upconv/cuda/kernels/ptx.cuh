@@ -244,8 +244,6 @@ __device__ __forceinline__ u32 load_acquire(const u32* from) {
 // fence of wgmma, not behind it, where ptxas would wait for every instruction (C7519).
 __device__ __forceinline__ void opaque(float& v) { asm volatile("" : "+f"(v)); }
 __device__ __forceinline__ void opaque(u32& v) { asm volatile("" : "+r"(v)); }
-// Loads ahead of it are under way before what follows. Else ptxas may put each of many loads ahead of its own use, and all wait.
-__device__ __forceinline__ void loads_ahead() { __syncwarp(__activemask()); }
 // An address in global memory, which stays in registers: else the compiler makes it anew from a kernel's arguments at every use.
 template <class T> __device__ __forceinline__ void opaque(T*& v) {
   asm volatile("" : "+l"(v));
@@ -255,6 +253,8 @@ template <class T> __device__ __forceinline__ void opaque(T*& v) {
 #define OPAQUE(a) asm volatile("" : "+r"(a))
 #define OPAQUE_2(a, b) asm volatile("" : "+r"(a), "+r"(b))
 #define OPAQUE_4(a, b, c, d) asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d))
+// Loads ahead of it are under way before what follows. Else ptxas may put each of many loads ahead of its own use, and all wait.
+__device__ __forceinline__ void loads_ahead() { __syncwarp(__activemask()); }
 // A float's bits, unseen by the compiler, which else keeps sums as integers through loops and copies them at each end (C7514).
 __device__ __forceinline__ u32 bits_of(float v) {
   u32 r;
